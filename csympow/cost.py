@@ -1,0 +1,180 @@
+"""What each form costs, and so which one `form="auto"` takes.
+
+A form's time is estimated as FLOPs / rate + bytes / bandwidth + loop steps * latency, with rates that XLA reaches on
+one chip of each kind. The constants need only be right to a factor: they decide between forms whose costs cross at some
+length, and near the crossing either will do. docs/forms.md derives the counts and tables the crossings.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+
+from csympow.features import feature_dim
+from csympow.forms.chunked import Sizes
+
+type Form = Literal["attention", "chunked", "recurrent"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """Rates that XLA's code reaches, not the chip's peaks."""
+
+  flops: float  # a second, in matrix products
+  bandwidth: float  # bytes a second
+  latency: float  # seconds that a loop iteration takes beside its work
+  block: int  # tokens in a block of scores, where its arithmetic is efficient
+
+
+DEVICES = {
+  "cpu": Device(flops=4e10, bandwidth=8e9, latency=2e-5, block=256),
+  "gpu": Device(flops=3e14, bandwidth=2e12, latency=5e-5, block=1024),
+  "tpu": Device(flops=1e14, bandwidth=8e11, latency=5e-6, block=1024),
+}
+
+# Bytes of scores, and of features, that may be alive at once: a block or a tile of tokens is cut to fit.
+_SCRATCH = 256 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """The sizes that a call's cost depends on."""
+
+  batch: int
+  time: int
+  query_heads: int
+  heads: int
+  head_dim: int
+  value_dim: int
+  power: int
+  needs_state: bool  # a state is given or wanted
+
+  @property
+  def features(self) -> int:
+    """D."""
+    return feature_dim(self.head_dim, self.power)
+
+  @property
+  def state_bytes(self) -> int:
+    """S, Z and phase in float32, over the batch and all heads."""
+    return 4 * self.batch * self.heads * (self.features * (self.value_dim + 1) + self.head_dim // 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """How a call will be run, and what that is estimated to cost."""
+
+  form: Form
+  sizes: Sizes
+  flops: int
+  bytes: int
+  seconds: float
+
+
+def platform() -> str:
+  """The kind of chip that the program being traced is most likely for.
+
+  Only speed hangs on the answer, never correctness, so a guess will do where a program is compiled ahead of time for a
+  chip that no mesh names.
+  """
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  name = device.platform if device is not None else jax.default_backend()
+  return "gpu" if name in ("cuda", "rocm") else name
+
+
+def choose(shape: Shape, form: str, chunk_size: int | None, device: str) -> Plan:
+  """The plan for `form`, or for "auto" the fastest of all."""
+  rates = DEVICES.get(device, DEVICES["cpu"])
+  planners = {"attention": _attention, "chunked": _chunked, "recurrent": _recurrent}
+  wanted = list(planners) if form == "auto" else [form]
+  return min((planners[name](shape, chunk_size, rates) for name in wanted), key=lambda plan: plan.seconds)
+
+
+def _plan(form: Form, sizes: Sizes, flops: int, traffic: int, steps: int, device: Device) -> Plan:
+  seconds = flops / device.flops + traffic / device.bandwidth + steps * device.latency
+  return Plan(form, sizes, flops, traffic, seconds)
+
+
+def _attention(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
+  default = min(device.block, _fitting(shape.batch * shape.query_heads))
+  block = _part(shape.time, chunk_size, default)
+  length = _round_up(shape.time, block)
+  sizes = Sizes(length, block, _tile(shape, block))
+  flops, traffic, steps = _scores(shape, length, block)
+  if shape.needs_state:
+    more_flops, more_traffic, more_steps = _state(shape, length, sizes.tile)
+    flops, traffic, steps = flops + more_flops, traffic + more_traffic, steps + more_steps
+  return _plan("attention", sizes, flops, traffic, steps, device)
+
+
+def _chunked(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
+  # The states kept for the backward pass take at most twice the room of q, k, v and y.
+  token = (shape.query_heads + shape.heads) * (shape.head_dim + shape.value_dim)
+  smallest = shape.heads * shape.features * (shape.value_dim + 1) / (2 * token)
+  candidates = [2**n for n in range(6, 15) if 2**n >= smallest] or [2**14]
+  plans = []
+  for candidate in candidates:
+    chunk = _part(shape.time, chunk_size, candidate)
+    length = _round_up(shape.time, chunk)
+    sizes = Sizes(chunk, _block(shape, chunk, device), _tile(shape, chunk))
+    inside, state = _scores(shape, chunk, sizes.block), _state(shape, chunk, sizes.tile)
+    flops, traffic, steps = (length // chunk * (a + b) for a, b in zip(inside, state, strict=True))
+    plans.append(_plan("chunked", sizes, flops, traffic, steps, device))
+  return min(plans, key=lambda plan: plan.seconds)
+
+
+def _recurrent(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
+  interval = _part(shape.time, chunk_size, math.isqrt(shape.time - 1) + 1)
+  length = _round_up(shape.time, interval)
+  state = shape.features * (shape.value_dim + 1)
+  flops = shape.batch * length * (4 * shape.heads + 2 * shape.query_heads) * state
+  traffic = 3 * length * shape.state_bytes  # read and written, then read by the query
+  return _plan("recurrent", Sizes(interval, 1, 1), flops, traffic, 4 * length, device)
+
+
+def _scores(shape: Shape, span: int, block: int) -> tuple[int, int, int]:
+  """FLOPs, bytes and loop steps of the attention form over one span: the blocks on and below the diagonal."""
+  blocks = span // block
+  pairs = blocks * (blocks + 1) // 2
+  scores = shape.batch * shape.query_heads * pairs * block**2
+  return scores * 2 * (shape.head_dim + shape.value_dim), scores * 4 * 4, pairs + blocks
+
+
+def _state(shape: Shape, span: int, tile: int) -> tuple[int, int, int]:
+  """FLOPs, bytes and loop steps to read and write the state by one span of tokens."""
+  heads = shape.query_heads + shape.heads
+  flops = shape.batch * span * heads * shape.features * 2 * (shape.value_dim + 1)
+  expanded = shape.batch * span * heads * shape.features * 4
+  return flops, 3 * expanded + 4 * shape.state_bytes, 2 * (span // tile)
+
+
+def _round_up(x: int, multiple: int) -> int:
+  return -(-x // multiple) * multiple
+
+
+def _part(length: int, wanted: int | None, default: int) -> int:
+  """The size into which `length` tokens are cut: what is wanted, or about `default` and with little padding."""
+  if wanted is not None:
+    return min(wanted, length)
+  part = -(-length // -(-length // default))
+  return part if part in (length, default) or part < 16 else _round_up(part, 16)
+
+
+def _fitting(rows: int) -> int:
+  """The largest power of two such that `rows` square blocks of float32 scores fit the scratch space, at least 64."""
+  return max(64, 1 << int(math.log2(max(1.0, _SCRATCH / (4 * rows))) / 2))
+
+
+def _divisor(x: int, most: int) -> int:
+  return max(n for n in range(1, min(x, max(1, most)) + 1) if x % n == 0)
+
+
+def _block(shape: Shape, chunk: int, device: Device) -> int:
+  """The block of scores in a chunk: the chunk itself where it fits, else its largest divisor that does."""
+  block = _divisor(chunk, min(device.block, _fitting(shape.batch * shape.query_heads)))
+  return block if block >= 64 else chunk
+
+
+def _tile(shape: Shape, span: int) -> int:
+  return _divisor(span, _SCRATCH // (4 * shape.batch * shape.query_heads * shape.features))

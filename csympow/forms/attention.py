@@ -1,0 +1,166 @@
+"""The attention form: weights B_ij = exp(G_i - G_j) (q_i . k_j) ** p, block by block, never a T x T array.
+
+Gates cost exponentials only on the diagonal blocks. Between block i and an earlier block j the discount factors into
+`until_end` of each key, one scalar from the end of j to the start of i, and `since_start` of each query; the first is
+applied to the values, the last to the finished sums.
+
+Sums are left unnormalised, `numerator` and `denominator`, so that the chunked form can add what its state holds.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from csympow import gates
+from csympow.forms.spans import Inputs, Sums, exact_product, for_each, item, merge, product, split
+from csympow.prefix import Total
+
+
+class Values(NamedTuple):
+  """What each key holds out: its value, and the weight that enters the normaliser, both discounted alike."""
+
+  v: Float[Array, "*n B H T dv"]
+  weight: Float[Array, "*n B H T 1"]
+
+
+class Gradients(NamedTuple):
+  """Cotangents of a span's inputs. Those of q and k come in two parts.
+
+  `far` holds the pairs of tokens in different blocks and `near` those in one block. For the far part the gate's
+  cotangent needs no pass of its own: it is (q . q_far - k . k_far) / p, because the weights are homogeneous of degree p
+  in both. The near part of it is `G_near`, summed without the diagonal, where gates cancel: where gates are strong,
+  everything else is tiny beside the diagonal.
+  """
+
+  q_far: Float[Array, "*n B H g T d"]
+  q_near: Float[Array, "*n B H g T d"]
+  k_far: Float[Array, "*n B H T d"]
+  k_near: Float[Array, "*n B H T d"]
+  v: Float[Array, "*n B H T dv"]
+  G_near: Float[Array, "*n B H T 1"]
+
+
+def forward(inputs: Inputs, power: int, block: int) -> Sums:
+  """The sums over j <= i within one span of tokens, a multiple of `block` long."""
+  blocks: Inputs = split(inputs, block)
+  near: Sums = _each_block(lambda x: _diagonal(x, power), blocks)
+  if len(blocks.q) == 1:
+    return Sums(*merge(near))
+  decay, between = _between_blocks(blocks.G)
+  values = Values((blocks.v * decay.until_end).astype(blocks.v.dtype), decay.until_end)
+
+  def add_pair(far: Sums, pair: Int[Array, "2"]) -> tuple[Sums, None]:
+    i, j = pair
+    found = _gather(_scores(blocks.q[i], blocks.k[j]) ** power, item(values, j))
+    return for_each(lambda total, new: total.at[i].add(between(i, j) * new), far, found), None
+
+  far, _ = lax.scan(add_pair, for_each(jnp.zeros_like, near), _pairs_below_diagonal(len(blocks.q)))
+  return Sums(*merge(for_each(lambda near, far: near + decay.since_start[:, :, :, None] * far, near, far)))
+
+
+def backward(inputs: Inputs, dsums: Sums, power: int, block: int) -> Gradients:
+  """The cotangents of `forward`; the scores are computed again."""
+  blocks: Inputs = split(inputs, block)
+  dsums = split(dsums, block)
+  near: Gradients = _each_block(lambda x: _diagonal_backward(x[0], x[1], power), (blocks, dsums))
+  if len(blocks.q) == 1:
+    return Gradients(*merge(near))
+  decay, between = _between_blocks(blocks.G)
+  values = Values((blocks.v * decay.until_end).astype(blocks.v.dtype), decay.until_end)
+  dsums = for_each(lambda x: x * decay.since_start[:, :, :, None], dsums)
+
+  def add_pair(totals: tuple[Array, Array, Array], pair: Int[Array, "2"]) -> tuple[tuple[Array, Array, Array], None]:
+    i, j = pair
+    q, k, dsum = blocks.q[i], blocks.k[j], item(dsums, i)
+    scores = _scores(q, k)
+    slopes = scores ** (power - 1) * between(i, j)
+    dscores = power * slopes * _dweights(dsum, item(values, j))
+    dq, dk, dv = totals
+    return (
+      dq.at[i].add(product("bhgij,bhjd->bhgid", dscores, k, like=q)),
+      dk.at[j].add(product("bhgij,bhgid->bhjd", dscores, q, like=q)),
+      dv.at[j].add(product("bhgij,bhgiv->bhjv", slopes * scores, dsum.numerator, like=q)),
+    ), None
+
+  zeros = (near.q_far, near.k_far, jnp.zeros_like(near.v))
+  (dq, dk, dv), _ = lax.scan(add_pair, zeros, _pairs_below_diagonal(len(blocks.q)))
+  return Gradients(*merge(near._replace(q_far=dq, k_far=dk, v=near.v + dv * decay.until_end)))
+
+
+def _diagonal(x: Inputs, power: int) -> Sums:
+  """The sums within one block, gates pair by pair."""
+  return _gather(_scores(x.q, x.k) ** power * _discounts(x.G), _undiscounted(x.v))
+
+
+def _diagonal_backward(x: Inputs, dsums: Sums, power: int) -> Gradients:
+  scores = _scores(x.q, x.k)
+  slopes = scores ** (power - 1) * _discounts(x.G)
+  weights = slopes * scores
+  dweights = _dweights(dsums, _undiscounted(x.v))
+  dscores = power * slopes * dweights
+  pull = jnp.where(_below_diagonal(x.q.shape[-2]), weights * dweights, 0.0).sum(2)
+  return Gradients(
+    q_far=jnp.zeros_like(x.q, jnp.float32),
+    q_near=product("bhgij,bhjd->bhgid", dscores, x.k, like=x.q),
+    k_far=jnp.zeros_like(x.k, jnp.float32),
+    k_near=product("bhgij,bhgid->bhjd", dscores, x.q, like=x.q),
+    v=product("bhgij,bhgiv->bhjv", weights, dsums.numerator, like=x.q),
+    G_near=(pull.sum(-1) - pull.sum(-2))[..., None],
+  )
+
+
+def _scores(q: Float[Array, "B H g i d"], k: Float[Array, "B H j d"]) -> Float[Array, "B H g i j"]:
+  return product("bhgid,bhjd->bhgij", q, k, like=q)
+
+
+def _gather(weights: Float[Array, "B H g i j"], values: Values) -> Sums:
+  return Sums(
+    product("bhgij,bhjv->bhgiv", weights, values.v, like=values.v),
+    exact_product("bhgij,bhju->bhgiu", weights, values.weight),
+  )
+
+
+def _dweights(dsums: Sums, values: Values) -> Float[Array, "B H g i j"]:
+  """The cotangent of the weights, the transpose of `_gather`."""
+  towards_values = product("bhgiv,bhjv->bhgij", dsums.numerator, values.v, like=values.v)
+  return towards_values + dsums.denominator * jnp.swapaxes(values.weight, -1, -2)[:, :, None]
+
+
+def _undiscounted(v: Float[Array, "B H T dv"]) -> Values:
+  return Values(v, jnp.ones_like(v[..., :1], jnp.float32))
+
+
+def _discounts(G: Total) -> Float[Array, "B H 1 T T"]:
+  """b_ij for j <= i, and 0 above the diagonal, cut off before the exponential could overflow."""
+  exponent = (G - Total(*(jnp.swapaxes(x, -1, -2) for x in G)))[:, :, None]
+  return jnp.exp(jnp.where(_below_diagonal(exponent.shape[-1], or_on=True), exponent, -jnp.inf))
+
+
+def _below_diagonal(size: int, or_on: bool = False) -> Bool[Array, "T T"]:
+  return jnp.tri(size, k=0 if or_on else -1, dtype=bool)
+
+
+def _pairs_below_diagonal(count: int) -> Int[Array, "pairs 2"]:
+  """All (query block i, key block j) with j < i, row by row."""
+  return jnp.asarray(np.stack(np.tril_indices(count, k=-1), axis=1), jnp.int32)
+
+
+def _between_blocks(G: Total) -> tuple[gates.Decay, Callable[[Array, Array], Float[Array, "B H 1 1 1"]]]:
+  """The discounts inside each block, and a function (i, j) of the discount from the end of block j to the start of i.
+
+  Nothing looks back from the first block, so its own first token serves as the total before it.
+  """
+  end = gates.last(G)
+  before = Total(*(jnp.concatenate([x[:1, :, :, :1], y[:-1]]) for x, y in zip(G, end, strict=True)))
+  return gates.decay(G, before), lambda i, j: jnp.exp(item(before, i) - item(end, j))[:, :, None]
+
+
+def _each_block(function: Callable[[Any], Any], blocks: Any) -> Any:
+  if len(jax.tree.leaves(blocks)[0]) == 1:
+    return for_each(lambda x: x[None], function(item(blocks, 0)))
+  return lax.map(function, blocks)

@@ -1,0 +1,113 @@
+"""Reading and writing the state by whole spans of tokens: the work that makes the chunked form linear.
+
+Features are expanded for one tile of tokens at a time and are gone when its products are done; the backward functions
+expand them again.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from csympow.features import symmetric_power
+from csympow.forms.spans import Sums, exact_product, for_each, merge, product, split
+
+
+class Memory(NamedTuple):
+  """The state without its phase, in float32. Z is to the constant 1 what S is to the values."""
+
+  S: Float[Array, "*n B H D dv"]
+  Z: Float[Array, "*n B H D 1"]
+
+
+class Written(NamedTuple):
+  """Keys and values as they enter the state, each discounted until the end of the span."""
+
+  k: Float[Array, "B H T d"]
+  v: Float[Array, "B H T dv"]
+  discount: Float[Array, "B H T 1"]
+
+
+def empty(k: Float[Array, "B T H d"], v: Float[Array, "B T H dv"], power: int) -> Memory:
+  """A memory of zeros, made from the inputs so that it is sharded as they are."""
+  k, v = jnp.zeros_like(k[:, 0], jnp.float32), jnp.zeros_like(v[:, 0], jnp.float32)
+  Z = symmetric_power(k, power)[..., None]
+  return Memory(Z * v[:, :, None], Z)
+
+
+def inner(a: Memory, b: Memory) -> Float[Array, "B H"]:
+  """The inner product of a state and a cotangent, head by head."""
+  return exact_product("bhfv,bhfv->bh", a.S, b.S) + exact_product("bhfu,bhfu->bh", a.Z, b.Z)
+
+
+def discounted(memory: Memory, discount: Float[Array, "B H 1 1"]) -> Memory:
+  """The memory after tokens whose gates multiply to `discount`."""
+  return Memory(memory.S * discount, memory.Z * discount)
+
+
+def read(memory: Memory, q: Float[Array, "B H g T d"], power: int, tile: int) -> Sums:
+  """S^T phi(q) and Z . phi(q)."""
+
+  def read_tile(q: Float[Array, "B H g t d"]) -> Sums:
+    phi = _features(q, power)
+    return Sums(
+      product("bhgtf,bhfv->bhgtv", phi, memory.S, like=q),
+      exact_product("bhgtf,bhfu->bhgtu", phi, memory.Z),
+    )
+
+  return merge(lax.map(read_tile, split(q, tile)))
+
+
+def read_backward(
+  memory: Memory, q: Float[Array, "B H g T d"], dsums: Sums, dmemory: Memory, power: int, tile: int
+) -> tuple[Memory, Float[Array, "B H g T d"]]:
+  """Adds the cotangent that reaches the memory through `read` to `dmemory`, and returns that of q."""
+
+  def add_tile(total: Memory, x: tuple[Array, Sums]) -> tuple[Memory, Float[Array, "B H g t d"]]:
+    q, dsum = x
+    phi, transpose = jax.vjp(lambda q: symmetric_power(q, power), q.astype(jnp.float32))
+    dphi = product("bhgtv,bhfv->bhgtf", dsum.numerator, memory.S, like=q)
+    dphi += dsum.denominator * jnp.swapaxes(memory.Z, -1, -2)[:, :, None]
+    added = Memory(
+      product("bhgtf,bhgtv->bhfv", phi, dsum.numerator, like=q),
+      exact_product("bhgtf,bhgtu->bhfu", phi, dsum.denominator),
+    )
+    return for_each(jnp.add, total, added), transpose(dphi)[0]
+
+  dmemory, dq = lax.scan(add_tile, dmemory, split((q, dsums), tile))
+  return dmemory, merge(dq)
+
+
+def write(memory: Memory, x: Written, power: int, tile: int) -> Memory:
+  """Adds phi(k) v^T and phi(k), discounted, of all tokens."""
+
+  def add_tile(total: Memory, x: Written) -> tuple[Memory, None]:
+    phi = _features(x.k, power)
+    added = Memory(
+      product("bhtf,bhtv->bhfv", phi, x.v * x.discount, like=x.v),
+      exact_product("bhtf,bhtu->bhfu", phi, x.discount),
+    )
+    return for_each(jnp.add, total, added), None
+
+  return lax.scan(add_tile, memory, split(x, tile))[0]
+
+
+def write_backward(
+  dmemory: Memory, x: Written, power: int, tile: int
+) -> tuple[Float[Array, "B H T d"], Float[Array, "B H T dv"]]:
+  """The cotangents of k and v through `write`; that of the discount follows from k's (see `chunked`)."""
+
+  def transpose_tile(x: Written) -> tuple[Float[Array, "B H t d"], Float[Array, "B H t dv"]]:
+    phi, transpose = jax.vjp(lambda k: symmetric_power(k, power), x.k.astype(jnp.float32))
+    dphi = product("bhtv,bhfv->bhtf", x.v * x.discount, dmemory.S, like=x.v)
+    dphi += x.discount * jnp.swapaxes(dmemory.Z, -1, -2)
+    dv = product("bhtf,bhfv->bhtv", phi, dmemory.S, like=x.v) * x.discount
+    return transpose(dphi)[0], dv
+
+  return merge(lax.map(transpose_tile, split(x, tile)))
+
+
+def _features(x: Float[Array, "*lead d"], power: int) -> Float[Array, "*lead D"]:
+  return symmetric_power(x.astype(jnp.float32), power)

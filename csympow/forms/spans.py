@@ -1,0 +1,66 @@
+"""What the forms share: spans of tokens, cut into blocks and put together again, and the products between them.
+
+Inside the forms heads stand before time and every array keeps time second to last, gates and normalisers with a last
+axis of size 1: matrix products then need no transposed copies, and discounts multiply whatever they discount.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from csympow.prefix import Total
+
+
+class Inputs(NamedTuple):
+  """A span of tokens, or with a leading axis n a stack of spans; q and k in the dtype of v."""
+
+  q: Float[Array, "*n B H g T d"]
+  k: Float[Array, "*n B H T d"]
+  v: Float[Array, "*n B H T dv"]
+  G: Total  # the running total of the log gates, *n B H T 1
+
+
+class Sums(NamedTuple):
+  """What each query gathers: sum_j B_ij v_j and sum_j B_ij."""
+
+  numerator: Float[Array, "*n B H g T dv"]
+  denominator: Float[Array, "*n B H g T 1"]
+
+
+def for_each(function: Callable[..., Array], *trees: Any) -> Any:
+  """jax.tree.map, typed as what it is."""
+  return jax.tree.map(function, *trees)
+
+
+def split(tree: Any, size: int) -> Any:
+  """Cuts time into spans of `size` tokens, stacked along a new leading axis."""
+  return for_each(lambda x: jnp.moveaxis(x.reshape(*x.shape[:-2], -1, size, x.shape[-1]), -3, 0), tree)
+
+
+def merge(tree: Any) -> Any:
+  """The inverse of `split`."""
+  return for_each(lambda x: jnp.moveaxis(x, 0, -3).reshape(*x.shape[1:-2], -1, x.shape[-1]), tree)
+
+
+def item(tree: Any, index: int | Array) -> Any:
+  """One span of a stack."""
+  return for_each(lambda x: x[index], tree)
+
+
+def product(subscripts: str, *operands: Array, like: Array) -> Float[Array, "..."]:
+  """A matrix product whose operands are rounded to the dtype of `like` and whose result is float32."""
+  return jnp.einsum(subscripts, *(x.astype(like.dtype) for x in operands), preferred_element_type=jnp.float32)
+
+
+def exact_product(subscripts: str, *operands: Array) -> Float[Array, "..."]:
+  """A product in full float32 on every device: the normaliser is a sum with cancellation."""
+  return jnp.einsum(subscripts, *operands, precision="highest", preferred_element_type=jnp.float32)
+
+
+def normalised(sums: Sums) -> Float[Array, "*lead dv"]:
+  """Numerator / denominator, and 0, with no gradient, for a row whose weights sum to 0."""
+  found = sums.denominator > 0
+  return jnp.where(found, sums.numerator / jnp.where(found, sums.denominator, 1.0), 0.0)

@@ -1,0 +1,293 @@
+"""The public functions: check the arguments, prepare the inputs, choose a form, run it."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Int
+
+from csympow import cost, rotation, validation
+from csympow.features import feature_dim
+from csympow.forms import chunked, recurrent
+from csympow.forms.memory import Memory
+from csympow.gates import effective_log_gate
+from csympow.segments import find_runs
+from csympow.state import State
+
+type Form = Literal["auto", "attention", "chunked", "recurrent"]
+type Implementation = Literal["xla", "pallas"]
+type _Array = Any  # Array | np.ndarray, whose methods type checkers do not find alike
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+  """What a call would do. FLOPs are the forward pass's; the backward pass takes two to three times as many."""
+
+  form: str
+  implementation: str
+  chunk_size: int
+  state_bytes: int
+  flops: int
+  reason: str
+
+
+@validation.validated(validation.check_sequence)
+def attention(
+  q: Float[Array | np.ndarray, "B T Hq d"],
+  k: Float[Array | np.ndarray, "B T H d"],
+  v: Float[Array | np.ndarray, "B T H dv"],
+  power: int = 2,
+  log_gate: Float[Array | np.ndarray, "B T H"] | None = None,
+  beta: Float[Array | np.ndarray, "B T H"] | None = None,
+  rates: Float[Array | np.ndarray, "r"] | None = None,
+  segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+  scale: ArrayLike | None = None,
+  form: Form = "auto",
+  chunk_size: int | None = None,
+  implementation: Implementation | None = None,
+) -> Float[Array, "B T Hq dv"]:
+  """Causal attention with weights b_ij (q'_i . k'_j) ** power, normalised by their sum.
+
+  Args:
+    q: queries. Query head h attends with key head h // (Hq / H).
+    k: keys, of q's dtype: float32, bfloat16 or float16.
+    v: values, of q's dtype.
+    power: the even power p.
+    log_gate: log gamma <= 0 of every step, float32; b_ij is the product of gamma over j+1..i, and -inf forgets all
+      before. None: gamma = 1.
+    beta: the speed of rotation at every step, float32. None with rates: 1, the fixed rotary embedding.
+    rates: radians per unit of beta for each pair of coordinates; see `rotary_rates`. None: no rotation.
+    segment_ids: tokens attend inside their own run of equal ids, where state and phase begin anew. A negative id is
+      padding: the token is as if absent, and its output 0.
+    scale: multiplies the scores; None for 1/sqrt(d). The normalisation cancels it, unless it is 0.
+    form: "attention" (quadratic), "chunked" (linear), "recurrent" (token by token), or "auto" for the cheapest; see
+      `explain`.
+    chunk_size: tokens in a chunk, in the attention form in a block of keys, in the recurrent form between the states
+      kept for the backward pass; None to choose.
+    implementation: "xla", "pallas", or None for the fastest that this call can have.
+
+  Returns:
+    The outputs in q's dtype; 0, with zero gradient, where a row's weights sum to 0.
+  """
+  del implementation  # validated; XLA is the only one yet
+  inputs = _prepare(q, k, v, log_gate, beta, rates, segment_ids, scale, None)
+  plan = _plan(q, k, v, power, form, chunk_size, needs_state=False)
+  return _run(inputs, plan, power, return_memory=False)[0]
+
+
+@validation.validated(validation.check_sequence)
+def prefill(
+  q: Float[Array | np.ndarray, "B T Hq d"],
+  k: Float[Array | np.ndarray, "B T H d"],
+  v: Float[Array | np.ndarray, "B T H dv"],
+  power: int = 2,
+  log_gate: Float[Array | np.ndarray, "B T H"] | None = None,
+  beta: Float[Array | np.ndarray, "B T H"] | None = None,
+  rates: Float[Array | np.ndarray, "r"] | None = None,
+  segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+  scale: ArrayLike | None = None,
+  form: Form = "auto",
+  chunk_size: int | None = None,
+  implementation: Implementation | None = None,
+  state: State | None = None,
+) -> tuple[Float[Array, "B T Hq dv"], State]:
+  """`attention` that starts from a state and returns the state after its last token.
+
+  A given state continues into the first run of segment ids; the state returned is the last run's. Calls joined by a
+  state give what one call over all tokens gives, at any split, and gradients flow through the state.
+  """
+  del implementation
+  inputs = _prepare(q, k, v, log_gate, beta, rates, segment_ids, scale, state)
+  plan = _plan(q, k, v, power, form, chunk_size, needs_state=True)
+  y, memory = _run(inputs, plan, power, return_memory=True)
+  assert memory is not None
+  return y, _state(memory, inputs.phase, state)
+
+
+@validation.validated(validation.check_token)
+def step(
+  q: Float[Array | np.ndarray, "B Hq d"],
+  k: Float[Array | np.ndarray, "B H d"],
+  v: Float[Array | np.ndarray, "B H dv"],
+  state: State,
+  power: int = 2,
+  log_gate: Float[Array | np.ndarray, "B H"] | None = None,
+  beta: Float[Array | np.ndarray, "B H"] | None = None,
+  rates: Float[Array | np.ndarray, "r"] | None = None,
+  scale: ArrayLike | None = None,
+) -> tuple[Float[Array, "B Hq dv"], State]:
+  """One token of `attention`: its output, and the state with the token in it."""
+  log_gate, beta = (x if x is None else x[:, None] for x in (log_gate, beta))
+  x = _prepare(q[:, None], k[:, None], v[:, None], log_gate, beta, rates, None, scale, state)
+  assert x.memory is not None
+  memory, y = recurrent.step(x.memory, x.q[:, 0], x.k[:, 0], x.v[:, 0], x.log_gate[:, 0], power)
+  return y.reshape(q.shape[:-1] + v.shape[-1:]).astype(q.dtype), _state(memory, x.phase, state)
+
+
+@validation.validated(validation.check_new_state)
+def init_state(
+  batch: int, heads: int, head_dim: int, value_dim: int, power: int = 2, dtype: DTypeLike = jnp.float32
+) -> State:
+  """The empty state. `dtype` is that of S and Z; the phase stays float32, for no 16-bit type can hold an angle."""
+  features = feature_dim(head_dim, power)
+  return State(
+    S=jnp.zeros((batch, heads, features, value_dim), dtype),
+    Z=jnp.zeros((batch, heads, features), dtype),
+    phase=jnp.zeros((batch, heads, head_dim // 2), jnp.float32),
+  )
+
+
+@validation.validated(validation.check_sequence)
+def explain(
+  q: Float[Array | np.ndarray | jax.ShapeDtypeStruct, "B T Hq d"],
+  k: Float[Array | np.ndarray | jax.ShapeDtypeStruct, "B T H d"],
+  v: Float[Array | np.ndarray | jax.ShapeDtypeStruct, "B T H dv"],
+  power: int = 2,
+  log_gate: Float[Array | np.ndarray | jax.ShapeDtypeStruct, "B T H"] | None = None,
+  beta: Float[Array | np.ndarray | jax.ShapeDtypeStruct, "B T H"] | None = None,
+  rates: Float[Array | np.ndarray | jax.ShapeDtypeStruct, "r"] | None = None,
+  segment_ids: Int[Array | np.ndarray | jax.ShapeDtypeStruct, "B T"] | None = None,
+  scale: ArrayLike | None = None,
+  form: Form = "auto",
+  chunk_size: int | None = None,
+  implementation: Implementation | None = None,
+  state: State | None = None,
+  device: str | None = None,
+) -> Explanation:
+  """What `attention` (or with a state `prefill`) would do with these arguments, without running anything.
+
+  Arrays may be given as jax.ShapeDtypeStruct. `device` is "cpu", "gpu" or "tpu", or None for the one at hand.
+  """
+  del log_gate, beta, rates, segment_ids, scale, implementation  # cost nothing that depends on the form
+  device = device or cost.platform()
+  shape = _shape(q, k, v, power, needs_state=state is not None)
+  plan = cost.choose(shape, form, chunk_size, device)
+  if form == "auto":
+    others = [cost.choose(shape, other, chunk_size, device) for other in validation.FORMS[1:] if other != plan.form]
+    beaten = ", ".join(f"{other.form} {other.seconds * 1e3:.3g} ms" for other in others)
+    reason = f"estimated forward time on {device}: {plan.form} {plan.seconds * 1e3:.3g} ms; {beaten}"
+  else:
+    reason = f"form={form!r} was asked for; estimated forward time on {device}: {plan.seconds * 1e3:.3g} ms"
+  size = plan.sizes.block if plan.form == "attention" else plan.sizes.chunk
+  return Explanation(plan.form, "xla", size, shape.state_bytes, plan.flops, reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+  """Inputs of the forms: rotated, queries of unit length, resets and padding written into gates and zeros."""
+
+  q: Float[Array, "B T H g d"]
+  k: Float[Array, "B T H d"]
+  v: Float[Array, "B T H dv"]
+  log_gate: Float[Array, "B T H"]
+  memory: Memory | None
+  phase: Float[Array, "B H r"]  # after the last token
+  output_dtype: jnp.dtype
+
+
+def _prepare(
+  q: _Array,
+  k: _Array,
+  v: _Array,
+  log_gate: _Array | None,
+  beta: _Array | None,
+  rates: _Array | None,
+  segment_ids: _Array | None,
+  scale: ArrayLike | None,
+  state: State | None,
+) -> _Prepared:
+  (batch, time, query_heads, head_dim), heads = q.shape, k.shape[2]
+  dtype = q.dtype
+  q, k, v, log_gate, beta, rates, segment_ids, state = _equally_varying(
+    (q, k, v, log_gate, beta, rates, segment_ids, state)
+  )
+  valid, starts = (None, None) if segment_ids is None else find_runs(segment_ids)
+  q = q.astype(jnp.float32).reshape(batch, time, heads, query_heads // heads, head_dim)
+  q = q * (head_dim**-0.5 if scale is None else scale)
+  k = k.astype(jnp.float32)
+
+  phase = jnp.zeros_like(k[:, 0, :, : head_dim // 2]) if state is None else state.phase
+  if rates is not None:
+    beta = jnp.ones((1, time, 1), jnp.float32) if beta is None else beta
+    if valid is not None:
+      beta = jnp.where(valid[..., None], beta, 0.0)
+    initial = None if state is None else state.phase
+    turns, carried = rotation.phases(beta, rates.astype(jnp.float32), starts=starts, initial=initial)
+    q, k = rotation.rotate(q, turns[..., None, :]), rotation.rotate(k, turns)
+    phase = carried + jnp.zeros_like(phase)
+
+  log_gate = jnp.zeros_like(k[..., 0]) if log_gate is None else log_gate
+  if valid is not None:
+    q = jnp.where(valid[..., None, None, None], q, 0.0)
+    k = jnp.where(valid[..., None, None], k, 0.0)
+    v = jnp.where(valid[..., None, None], v, 0.0)
+  return _Prepared(
+    q=_unit(q),
+    k=k,
+    # Weights span more than float16's exponents can: they meet the values in float32.
+    v=v.astype(jnp.float32) if dtype == jnp.float16 else v,
+    log_gate=effective_log_gate(log_gate, valid, starts),
+    memory=None if state is None else Memory(state.S.astype(jnp.float32), state.Z.astype(jnp.float32)[..., None]),
+    phase=phase,
+    output_dtype=dtype,
+  )
+
+
+def _unit(q: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
+  """Queries scaled to unit length, which the normalisation cancels: no power of a score can then over- or underflow."""
+  largest = lax.stop_gradient(jnp.max(jnp.abs(q), axis=-1, keepdims=True))
+  found = largest > 0
+  q = jnp.where(found, q / jnp.where(found, largest, 1.0), 0.0)
+  squared = jnp.sum(q * q, axis=-1, keepdims=True)
+  return q * lax.rsqrt(jnp.where(found, squared, 1.0))
+
+
+def _equally_varying(tree: Any) -> Any:
+  """Inside shard_map, marks every array as varying over all mesh axes that any of them varies over."""
+
+  def axes_of(x: _Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+  axes = frozenset[str]().union(*map(axes_of, jax.tree.leaves(tree)))
+
+  def spread(x: _Array) -> Array:
+    missing = axes - axes_of(x)
+    return lax.pcast(x, tuple(missing), to="varying") if missing else jnp.asarray(x)
+
+  return jax.tree.map(spread, tree)
+
+
+def _shape(q: _Array, k: _Array, v: _Array, power: int, *, needs_state: bool) -> cost.Shape:
+  batch, time, query_heads, head_dim = q.shape
+  return cost.Shape(batch, time, query_heads, k.shape[2], head_dim, v.shape[-1], power, needs_state)
+
+
+def _plan(
+  q: _Array, k: _Array, v: _Array, power: int, form: str, chunk_size: int | None, *, needs_state: bool
+) -> cost.Plan:
+  return cost.choose(_shape(q, k, v, power, needs_state=needs_state), form, chunk_size, cost.platform())
+
+
+def _run(
+  x: _Prepared, plan: cost.Plan, power: int, *, return_memory: bool
+) -> tuple[Float[Array, "B T Hq dv"], Memory | None]:
+  batch, time = x.q.shape[:2]
+  padding = -time % plan.sizes.chunk
+  q, k, v, log_gate = (
+    jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2)) for array in (x.q, x.k, x.v, x.log_gate)
+  )
+  memory: Memory | None
+  if plan.form == "recurrent":
+    y, memory = recurrent.attend(q, k, v, log_gate, x.memory, power, plan.sizes.chunk)
+  else:
+    y, memory = chunked.attend(q, k, v, log_gate, x.memory, power, plan.sizes, return_memory)
+  return y[:, :time].reshape(batch, time, -1, y.shape[-1]).astype(x.output_dtype), memory
+
+
+def _state(memory: Memory, phase: Float[Array, "B H r"], given: State | None) -> State:
+  S_dtype, Z_dtype = (jnp.float32, jnp.float32) if given is None else (given.S.dtype, given.Z.dtype)
+  return State(memory.S.astype(S_dtype), memory.Z[..., 0].astype(Z_dtype), phase)

@@ -1,0 +1,156 @@
+"""Rotations: where in the state a token is stored (section 3.2 of the paper).
+
+phase_i = phase_{i-1} + beta_i theta turns queries and keys, a pair of coordinates for each rate in theta. The rates are
+the same at every step, so phase_i = theta * (beta_1 + ... + beta_i): one running total per head, kept in 48 bits, and a
+product reduced modulo a turn. Phases are in turns, not radians, for then the reduction is exact.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from csympow.prefix import Total, prefix_sum, two_sum
+
+
+def rotary_rates(head_dim: int, max_length: int) -> Float[Array, "r"]:
+  """The rates theta_j = 2 pi / N ** (2 (j - 1) / d), in radians per unit of beta.
+
+  `max_length` is N, a constant of the model (its longest document) and not the length at hand: a model whose
+  rates follow the length is another model at every length.
+  """
+  if isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
+    raise ValueError(f"head_dim must be a positive even integer (coordinates turn in pairs), got {head_dim!r}")
+  if isinstance(max_length, bool) or not isinstance(max_length, int | float) or not 1 <= max_length < float("inf"):
+    raise ValueError(f"max_length must be a finite number of tokens, at least 1, got {max_length!r}")
+  return jnp.asarray(2 * np.pi * float(max_length) ** (-np.arange(0, head_dim, 2) / head_dim), jnp.float32)
+
+
+def rotate(x: Float[Array, "*lead d"], turns: Float[Array, "*#lead r"]) -> Float[Array, "*lead d"]:
+  """R(phase) x: each pair of adjacent coordinates turned by its own phase, computed in float32."""
+  angle = 2 * jnp.pi * turns
+  cos, sin = jnp.cos(angle), jnp.sin(angle)
+  x32 = x.astype(jnp.float32)
+  even, odd = x32[..., 0::2], x32[..., 1::2]
+  turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+  return turned.reshape(x.shape).astype(x.dtype)
+
+
+def phases(
+  beta: Float[Array, "#B T #H"],
+  rates: Float[Array, "r"],
+  *,
+  starts: Bool[Array, "#B T"] | None = None,
+  initial: Float[Array, "b h r"] | None = None,
+) -> tuple[Float[Array, "_ T _ r"], Float[Array, "_ _ r"]]:
+  """The phase at every token, in turns, given the exact float32 values of beta and the rates; and that to carry over.
+
+  A run that begins at a token in `starts` begins at phase 0; the first run continues from `initial`. The second result
+  is the last token's phase as a state holds it, in [0, 1).
+  """
+  restarts = None
+  if starts is not None:
+    restarts = starts[..., None]
+    beta = jnp.broadcast_to(beta, starts.shape + beta.shape[2:])
+  turned = _turns(beta, rates, restarts)
+  start = jnp.zeros_like(turned.hi[:, :1]) if initial is None else initial[:, None]
+  if restarts is not None:
+    start = jnp.where((jnp.cumsum(restarts, axis=1) == 0)[..., None], start, 0.0)
+  turns = start + turned.hi
+  last = turns[:, -1]
+  carried = _carried_over(*lax.stop_gradient((start[:, -1], Total(turned.hi[:, -1], turned.lo[:, -1]))))
+  return turns, carried + (last - lax.stop_gradient(last))  # the value of one, the gradient of the other
+
+
+_GRID = 2.0**24  # a float32 in [0, 1) holds every multiple of 1 / _GRID
+
+
+def _carried_over(start: Float[Array, "#B #H r"], turned: Total) -> Float[Array, "B H r"]:
+  """The sum modulo 1, rounded to the grid up or down at random, in proportion to the distance.
+
+  Rounding to the nearest would drift: a decoder adds the same small step again and again, and loses the same part of
+  it each time, a hundredth of a radian over 65,536 tokens. The randomness is a hash of the phases themselves.
+  """
+  total = two_sum(start, turned.hi)
+  units = (total.hi - jnp.floor(total.hi)) * _GRID
+  whole = jnp.floor(units)
+  rounded = whole + jnp.floor((units - whole) + (total.lo + turned.lo) * _GRID + _hashed(whole))
+  return (rounded - _GRID * jnp.floor(rounded / _GRID)) / _GRID
+
+
+def _hashed(units: Float[Array, "B H r"]) -> Float[Array, "B H r"]:
+  """Numbers in [0, 1) that differ from pair to pair and change when any pair's phase does."""
+  odd = 2 * jnp.arange(units.shape[-1], dtype=jnp.uint32) + 1
+  bits = jnp.sum(units.astype(jnp.uint32) * odd, axis=-1, keepdims=True, dtype=jnp.uint32) + odd * np.uint32(0x9E3779B9)
+  for factor in (0x7FEB352D, 0x846CA68B):
+    bits = (bits ^ (bits >> 16)) * np.uint32(factor)
+  return (bits >> 8).astype(jnp.float32) / _GRID
+
+
+@jax.custom_vjp
+def _turns(
+  beta: Float[Array, "B T H"], rates: Float[Array, "r"], restarts: Bool[Array, "B T 1"] | None
+) -> Total:
+  """The phase turned through since the run's start, modulo 1, B T H r."""
+  total = prefix_sum(beta, restarts)
+  return _product_modulo_one(Total(total.hi[..., None], total.lo[..., None]), _cycles(rates))
+
+
+type _Saved = tuple[Float[Array, "B T H"], Float[Array, "r"], Bool[Array, "B T 1"] | None]
+
+
+def _turns_forward(
+  beta: Float[Array, "B T H"], rates: Float[Array, "r"], restarts: Bool[Array, "B T 1"] | None
+) -> tuple[Total, _Saved]:
+  return _turns(beta, rates, restarts), (beta, rates, restarts)
+
+
+def _turns_backward(
+  saved: _Saved, cotangents: Total
+) -> tuple[Float[Array, "B T H"], Float[Array, "r"], None]:
+  """The phase at i depends on beta_j for j <= i in the same run: a sum backwards that begins anew where a run ends."""
+  beta, rates, restarts = saved
+  dturns = cotangents.hi
+  ends = None if restarts is None else jnp.roll(restarts, -1, axis=1).at[:, -1].set(False)
+  dtotal = jnp.einsum("bthr,r->bth", dturns, rates, precision="highest") / (2 * jnp.pi)
+  dbeta = prefix_sum(dtotal, ends, reverse=True).hi
+  drates = jnp.einsum("bthr,bth->r", dturns, prefix_sum(beta, restarts).hi, precision="highest") / (2 * jnp.pi)
+  return dbeta, drates, None
+
+
+_turns.defvjp(_turns_forward, _turns_backward)
+
+
+def _halves(x: Float[Array, "..."]) -> Total:
+  """X as a sum of two float32s of 12 significant bits: the product of two such halves is exact."""
+  bits = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0xFFFFF000)
+  hi = lax.bitcast_convert_type(bits, jnp.float32)
+  return Total(hi, x - hi)
+
+
+_PER_RADIAN = 1 / (2 * np.pi)
+_PER_RADIAN_HI = np.float32(_PER_RADIAN)
+_PER_RADIAN_LO = np.float32(_PER_RADIAN - np.float64(_PER_RADIAN_HI))
+
+
+def _cycles(rates: Float[Array, "r"]) -> Total:
+  """Rates / (2 pi), in turns per unit of beta, to 48 bits."""
+  x, y = _halves(rates), _halves(jnp.asarray(_PER_RADIAN_HI))
+  head = two_sum(x.hi * y.hi, x.hi * y.lo)
+  whole = two_sum(head.hi, x.lo * y.hi)
+  return two_sum(whole.hi, whole.lo + head.lo + x.lo * y.lo + rates * _PER_RADIAN_LO)
+
+
+def _product_modulo_one(x: Total, y: Total) -> Total:
+  """X * y modulo 1, within (-2, 2).
+
+  Each product of halves is exact in float32, so its whole turns drop out without error, fused multiply-add or not.
+  """
+  a, b = _halves(x.hi), _halves(y.hi)
+
+  def fraction(product: Float[Array, "..."]) -> Float[Array, "..."]:
+    return product - jnp.round(product)
+
+  small = x.hi * y.lo + x.lo * y.hi
+  return two_sum(fraction(a.hi * b.hi), fraction(a.hi * b.lo) + (fraction(a.lo * b.hi) + (a.lo * b.lo + small)))

@@ -1,0 +1,21 @@
+"""Eight simulated devices and exact float32 products for every test."""
+
+import os
+
+# Read when jax makes its first array, so it must be set before any test does.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import hypothesis
+import jax
+import pytest
+
+# The same examples every time, and no time limit for one of them: the first of each shape compiles.
+hypothesis.settings.register_profile("csympow", derandomize=True, deadline=None, database=None, print_blob=False)
+hypothesis.settings.load_profile("csympow")
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+  """The default rounds float32 products on GPU and TPU; every tolerance here assumes that it does not."""
+  with jax.default_matmul_precision("highest"):
+    yield

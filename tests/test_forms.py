@@ -1,0 +1,112 @@
+"""Three forms, one function: each against the float64 recurrence, and each against the others."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import comparing, reference
+from tests.comparing import FORMS, TOLERANCE, Case, actual, assert_results_close, expected, forward, relative_rmse
+
+# Every pair of levels of any two of these occurs.
+COVERING = comparing.covering(
+  shape=[
+    {"power": 2, "d": 8, "dv": 8, "H": 2, "groups": 1},
+    {"power": 4, "d": 4, "dv": 5, "H": 1, "groups": 3},
+    {"power": 6, "d": 4, "dv": 1, "H": 2, "groups": 2},
+    {"power": 2, "d": 6, "dv": 9, "H": 3, "groups": 2},
+  ],
+  gate=[{"gate": "none"}, {"gate": "learned"}, {"gate": "resets"}],
+  rotation=[{"rotation": "learned"}, {"rotation": "fixed"}, {"rotation": "none"}],
+  segments=[{"segments": "none"}, {"segments": "packed"}, {"segments": "padded"}],
+  entry=[{"entry": "continued"}, {"entry": "attention"}, {"entry": "prefill"}],
+)
+# (T, chunk_size), one for each. A last chunk that is whole, lacks one or holds one is where gradients get lost.
+LENGTHS = [
+  (1, 16), (33, None), (63, 16), (16, 16), (500, 16), (17, 1), (12, 5), (15, 16), (17, 3), (2, 16), (63, 16), (9, 100),
+  (17, 16), (40, 7), (15, 2)
+]
+CASES = [
+  *(dataclasses.replace(case, T=T, chunk_size=c) for case, (T, c) in zip(COVERING, LENGTHS, strict=True)),
+  Case(T=1, entry="attention", rotation="fixed"),  # y = v: every gradient but that of v is zero
+  Case(T=500, B=1, H=1, d=4, dv=3, chunk_size=16),
+  Case(T=65, B=1, H=1, groups=2, d=64, dv=64, chunk_size=32, rotation="fixed"),
+  Case(T=65, B=1, H=1, d=64, dv=64, chunk_size=32, dtype="bfloat16", segments="packed"),
+  Case(T=63, d=4, dv=8, power=4, dtype="float16", chunk_size=16),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_and_gradients_are_those_of_the_recurrence(case, form):
+  assert_results_close(actual(case, form), expected(case), TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_and_gradients_agree_between_forms(case):
+  for a, b in itertools.combinations(FORMS, 2):
+    assert_results_close(actual(case, a), actual(case, b), TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", [case for case in CASES if case.dtype != "float32"], ids=str)
+def test_results_have_the_dtype_of_the_inputs_and_the_state_is_float32(case, form):
+  out = actual(case, form)
+  for name, value in out.items():
+    assert value.dtype == (case.dtype if name in ("y", "dq", "dk", "dv") else "float32"), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_of_64_at_power_4_are_the_gated_sum(dtype):
+  """766,480 features: only the attention form is practical, and the reference is the sum over earlier tokens."""
+  case = Case(T=100, B=1, H=2, d=64, dv=64, power=4, entry="attention", chunk_size=32, dtype=dtype)
+  x, rest = comparing.inputs(case)
+  weights = comparing.cotangents(case)["y"]
+
+  @comparing.quick_jit
+  def exact(x, rates, weights):
+    return comparing.with_gradients(lambda x: {"y": reference.quadratic(**x, rates=rates, power=4)}, x, {"y": weights})
+
+  with jax.enable_x64(True):
+    want = jax.tree.map(np.asarray, exact(*comparing.float64((x, rest["rates"], weights))))
+  assert_results_close(actual(case, "attention"), want, TOLERANCE[dtype])
+
+
+def test_query_heads_in_a_row_share_a_key_head():
+  x, rest = comparing.inputs(Case(H=2, groups=3, entry="attention", gate="none", rotation="none"))
+  y = forward(x, rest, entry="attention", form="attention")["y"]
+  for h in range(6):
+    alone = {"q": x["q"][:, :, h : h + 1], "k": x["k"][:, :, h // 3][:, :, None], "v": x["v"][:, :, h // 3][:, :, None]}
+    assert relative_rmse(y[:, :, h : h + 1], forward(alone, rest, entry="attention", form="attention")["y"]) < 1e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_token_sees_a_later_one(form):
+  x, rest = comparing.inputs(comparing.FULL)
+  later = {n: x[n].at[:, 9:].add(1.0) for n in ("q", "k", "v", "beta")}
+  later["log_gate"] = x["log_gate"].at[:, 9:].add(-1.0)
+  a, b = (comparing.full_results(x, rest, form)["y"] for x in (x, x | later))
+  np.testing.assert_array_equal(a[:, :9], b[:, :9])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_constant_values_come_back_unchanged(form):
+  """The weights of a row sum to 1 after normalising."""
+  x, rest = comparing.inputs(comparing.FULL)
+  constant = {"v": jnp.full_like(x["v"], 2.5), "S": 2.5 * jnp.repeat(x["Z"][..., None], x["S"].shape[-1], axis=-1)}
+  y = comparing.full_results(x | constant, rest, form)["y"]
+  np.testing.assert_allclose(y[rest["segment_ids"] >= 0], 2.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_enabling_float64_elsewhere_changes_nothing(form):
+  x, rest = comparing.inputs(comparing.FULL)
+  plain = comparing.full_results(x, rest, form)
+  with jax.enable_x64(True):
+    wide = comparing.full_results(x, rest, form)
+  for name, value in wide.items():
+    assert value.dtype == jnp.float32, name
+  assert_results_close(wide, plain, 1e-5)

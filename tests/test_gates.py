@@ -1,0 +1,81 @@
+"""Gates: products of gammas without overflow, clean resets, and no drift where gamma is 1."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import csympow
+from tests import comparing
+from tests.comparing import FORMS, FULL, forward, inputs
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_gate_is_a_log_gate_of_zero(form):
+  x, rest = inputs(FULL)
+  zero = x | {"log_gate": jnp.zeros_like(x["log_gate"])}
+  x.pop("log_gate")
+  comparing.assert_results_close(forward(x, rest, form=form), forward(zero, rest, form=form), 1e-6)
+
+
+RESETS = {
+  "-80 once": lambda log_gate: log_gate.at[:, 7].set(-80.0),
+  "-inf once": lambda log_gate: log_gate.at[:, 7].set(-jnp.inf),
+  "-inf first": lambda log_gate: log_gate.at[:, 0].set(-jnp.inf),
+  "-inf last": lambda log_gate: log_gate.at[:, -1].set(-jnp.inf),
+  "-inf always": lambda log_gate: jnp.full_like(log_gate, -jnp.inf),
+  "-80 always": lambda log_gate: jnp.full_like(log_gate, -80.0),
+  "mixed": lambda log_gate: log_gate.at[:, ::3].set(-80.0).at[:, 1::5].set(-jnp.inf),
+  # Sums of these overflow float32, and the difference of two infinities is no number.
+  "lowest float32": lambda log_gate: log_gate.at[:, 2:9].set(jnp.finfo(jnp.float32).min),
+  # No single step is a reset, but a chunk's product of them is far below the smallest float32.
+  "-9 always": lambda log_gate: jnp.full_like(log_gate, -9.0),
+}
+
+
+def one_segment(x, rest):
+  return x, rest | {"segment_ids": jnp.zeros_like(rest["segment_ids"])}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("pattern", RESETS)
+def test_closed_gates_are_clean_resets_forward_and_backward(pattern, form):
+  x, rest = one_segment(*inputs(FULL))
+  x |= {"log_gate": RESETS[pattern](x["log_gate"])}
+  exact = comparing.reference_results(x, rest, comparing.cotangents(FULL))
+  comparing.assert_results_close(comparing.full_results(x, rest, form), exact, 1e-5)
+
+
+@pytest.mark.parametrize("value", [-jnp.inf, -128.0, -1e30])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_closed_gate_forgets_exactly_what_came_before_but_not_the_phase(form, value):
+  x, rest = one_segment(*inputs(FULL))
+  x |= {"log_gate": x["log_gate"].at[:, 6].set(value)}
+  before = {name: x[name].at[:, :6].multiply(7.0) for name in ("q", "k", "v")} | {"S": 3 * x["S"], "Z": 2 * x["Z"]}
+  a, b = (comparing.full_results(x, rest, form) for x in (x, x | before))
+  np.testing.assert_array_equal(a["y"][:, 6:], b["y"][:, 6:])
+  np.testing.assert_array_equal(a["S"], b["S"])
+  np.testing.assert_array_equal(a["Z"], b["Z"])
+  open_gate = comparing.full_results(x | {"log_gate": x["log_gate"].at[:, 6].set(-0.1)}, rest, form)
+  np.testing.assert_array_equal(a["phase"], open_gate["phase"])
+
+
+def long_inputs(T, d=4):
+  rng = np.random.default_rng(T)
+  return tuple(jnp.asarray(a, jnp.float32) for a in rng.normal(size=(3, 1, T, 1, d)))
+
+
+@pytest.mark.parametrize(("form", "T"), [("chunked", 65_536), ("recurrent", 65_536), ("attention", 8_192)])
+@pytest.mark.parametrize("log_gate", [0.0, -1e-4, -0.1])
+def test_a_constant_gate_does_not_drift_over_a_long_sequence(form, T, log_gate):
+  """-0.1 for 65,536 steps: a float32 running sum of logs would be off by 1e-4 at the end. 0: nothing may fade."""
+  q, k, v = long_inputs(T)
+  gates = jnp.full((1, T, 1), log_gate)
+  exact, state = comparing.reference_prefill(q, k, v, log_gate=gates)
+  y, got = jax.jit(lambda *a: csympow.prefill(*a[:3], log_gate=a[3], form=form))(q, k, v, gates)
+  # Recurrent: one rounding of the state per token that is still remembered, in float32.
+  tolerance = 1e-5 if form != "recurrent" or log_gate else 1e-4
+  tail = slice(-T // 8, None)
+  assert comparing.relative_rmse(y[:, tail], exact[:, tail]) < tolerance
+  assert comparing.relative_rmse(got.S, state.S) < tolerance
+  assert comparing.relative_rmse(got.Z, state.Z) < tolerance

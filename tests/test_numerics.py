@@ -1,0 +1,228 @@
+"""Numbers that are easy to get wrong, and what must not grow with the square of the length."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import csympow
+from tests import comparing
+from tests.comparing import FORMS, Case, forward, inputs, relative_rmse
+
+GIB = 2**30
+
+
+def gradients(x, rest, form, power=2):
+  """Results of `attention` and the gradients of a weighted sum of them."""
+  shape = (*x["q"].shape[:3], x["v"].shape[-1])
+  weights = jnp.asarray(np.random.default_rng(1).normal(size=shape), x["v"].dtype)
+  return comparing.results(x, rest, {"y": weights}, entry="attention", form=form, power=power)
+
+
+def nearly_orthogonal(cosine, T, d, dtype, seed=0):
+  """Queries at an angle of about acos(cosine) to every key: keys near a hyperplane that has the queries as normal."""
+  rng = np.random.default_rng(seed)
+  q = np.zeros((1, T, 1, d))
+  q[..., 0] = rng.choice([-1.0, 1.0], (1, T, 1)) * rng.uniform(0.5, 2.0, (1, T, 1))
+  k = rng.normal(size=(1, T, 1, d))
+  k /= np.linalg.norm(k[..., 1:], axis=-1, keepdims=True)
+  k[..., 0] = cosine * rng.uniform(0.5, 1.5, (1, T, 1)) * rng.choice([-1.0, 1.0], (1, T, 1))
+  # Turned so that the small component is no axis of its own, where nothing could cancel.
+  P = np.linalg.qr(rng.normal(size=(d, d)))[0]
+  q, k, v = q @ P, k @ P, rng.normal(size=(1, T, 1, d))
+  return {n: jnp.asarray(a, dtype) for n, a in {"q": q, "k": k, "v": v}.items()}
+
+
+@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_nearly_orthogonal_queries_and_keys_in_float32(form, power):
+  """Features cancel down to cosine^p of their size, so float32's 2^-24 grows by cosine^-p, and by no more."""
+  cosine = {2: 1e-2, 4: 0.1}[power]
+  x = nearly_orthogonal(cosine, T=63, d=8, dtype="float32")
+  out = gradients(x, {}, form, power)
+  exact = comparing.reference_results(x, {}, {"y": np.zeros(x["v"].shape)}, power=power)
+  assert relative_rmse(out["y"], exact["y"]) < 8 * 2.0**-24 / cosine**power
+  assert jnp.max(jnp.abs(out["y"])) < 1.01 * jnp.max(jnp.abs(x["v"]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nearly_orthogonal_queries_and_keys_in_bfloat16(form):
+  """Weights 1,000 times below |q|^2 |k|^2: through bfloat16 features the normaliser would be noise of either sign."""
+  x = nearly_orthogonal(0.03, T=63, d=8, dtype="bfloat16")
+  exact = comparing.reference_results(x, {}, {"y": np.zeros(x["v"].shape)})
+  assert relative_rmse(gradients(x, {}, form)["y"], exact["y"]) < 5e-3
+  ones = gradients(x | {"v": jnp.ones_like(x["v"])}, {}, form)["y"]
+  np.testing.assert_allclose(np.float32(ones), 1.0, rtol=1e-2)
+
+
+@pytest.mark.parametrize("cosine", [1e-3, 1e-5, 0.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_normaliser_of_rounding_noise_gives_no_nan_and_no_infinity(form, dtype, cosine):
+  for name, value in gradients(nearly_orthogonal(cosine, T=63, d=8, dtype=dtype), {}, form).items():
+    assert np.all(np.isfinite(np.float32(value))), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_beyond_float16_do_not_overflow(form, dtype):
+  """(q . k)^2 near 1e8 and sums of features above 65,504, from numbers that float16 holds well."""
+  x, _ = inputs(Case(T=63, B=1, H=1, entry="attention", gate="none", rotation="none", dtype=dtype))
+  x |= {"q": 40 * x["q"], "k": 40 * x["k"]}
+  out = gradients(x, {}, form)
+  exact = comparing.reference_results(x, {}, {"y": np.zeros(x["v"].shape)})
+  comparing.assert_close(out["y"], exact["y"], 5e-3, "y")
+  for name, value in out.items():
+    assert np.all(np.isfinite(np.float32(value))), name
+
+
+# Where rows may be empty: with everything else that a call can have, at both powers.
+ROWS = {2: Case(entry="attention"), 4: Case(entry="attention", power=4, d=4)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("power", ROWS)
+def test_zero_queries_return_zero_and_pass_no_gradient(form, power):
+  x, rest = inputs(ROWS[power])
+  rows = np.array([0, 3, 4, 16])
+  others = np.setdiff1d(np.arange(17), rows)
+  x["q"] = x["q"].at[:, rows].set(0.0)
+  weights = comparing.cotangents(ROWS[power])["y"]
+  run = functools.partial(comparing.results, x, rest, entry="attention", form=form, power=power)
+  out = run({"y": weights})
+  assert not np.any(out["y"][:, rows])
+  assert not np.any(out["dq"][:, rows])
+  assert np.all(np.any(out["y"][:, others], axis=-1))
+  # What an empty row is asked to be must reach nothing: the gradients are those of asking nothing of it.
+  comparing.assert_results_close(out, run({"y": weights.at[:, rows].set(0.0)}), 1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("power", ROWS)
+def test_keys_that_are_all_zero_give_zeros_and_zero_gradients(form, power):
+  x, rest = inputs(ROWS[power])
+  for name, value in gradients(x | {"k": jnp.zeros_like(x["k"])}, rest, form, power).items():
+    assert not np.any(value), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("power", ROWS)
+def test_rows_are_zero_only_until_the_first_key_that_is_not(form, power):
+  x, rest = inputs(ROWS[power])
+  x["k"] = x["k"].at[:, :7].set(0.0)
+  weights = {"y": comparing.cotangents(ROWS[power])["y"]}
+  out = comparing.results(x, rest, weights, entry="attention", form=form, power=power)
+  assert not np.any(out["y"][:, :7])
+  assert not np.any(out["dv"][:, :7])
+  comparing.assert_results_close(out, comparing.reference_results(x, rest, weights, power=power), 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("power", ROWS)
+@pytest.mark.parametrize("name", ["q", "k"])
+@pytest.mark.parametrize("factor", [1e3, 1e-3])
+def test_scaling_queries_or_keys_changes_nothing(form, power, name, factor):
+  x, rest = inputs(ROWS[power])
+  plain, scaled = (gradients(x, rest, form, power) for x in (x, x | {name: factor * x[name]}))
+  # f(a q) = f(q), so a f'(a q) = f'(q).
+  comparing.assert_results_close(scaled | {f"d{name}": factor * scaled[f"d{name}"]}, plain, 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scale", [1e3, 1e-3, 2])
+def test_the_scale_changes_nothing(form, scale):
+  x, rest = inputs(Case(rotation="none"))
+  comparing.assert_results_close(forward(x, rest, form=form, scale=scale), forward(x, rest, form=form), 1e-5)
+
+
+def shapes(B, T, H, d, dtype="float32"):
+  x = jax.ShapeDtypeStruct((B, T, H, d), dtype)
+  gate = jax.ShapeDtypeStruct((B, T, H), jnp.float32)
+  return x, x, x, gate, gate, jax.ShapeDtypeStruct((d // 2,), jnp.float32)
+
+
+def attend(q, k, v, log_gate, beta, rates, **options):
+  return csympow.attention(q, k, v, log_gate=log_gate, beta=beta, rates=rates, **options)
+
+
+def forward_and_backward(*arguments, **options):
+  """A scalar's gradients to every argument but the rates."""
+  return jax.grad(lambda *a: jnp.sum(attend(*a, arguments[5], **options).astype(jnp.float32) ** 2), range(5))(
+    *arguments[:5]
+  )
+
+
+@pytest.mark.parametrize("power", [2, 4])
+def test_the_attention_form_never_holds_a_square_array(power):
+  """65,536 squared is 16 GiB; what is needed must grow with T, and here is less than a hundredth of that."""
+  needed = [comparing.temporaries(forward_and_backward, *shapes(1, T, 1, 64), form="attention", power=power)
+            for T in (32_768, 65_536)]
+  assert needed[1] < 0.16 * GIB
+  assert needed[1] < 2.2 * needed[0]
+
+
+def test_the_chunked_form_at_65536_tokens_and_12_heads_compiles_below_3_gib():
+  assert comparing.temporaries(forward_and_backward, *shapes(1, 65_536, 12, 64), form="chunked") < 3 * GIB
+
+
+def test_the_recurrent_form_does_not_keep_every_state():
+  """All of them would be 4 x 65,536 x 2,080 x 65 bytes, 33 GiB."""
+  needed = comparing.temporaries(forward_and_backward, *shapes(1, 65_536, 1, 64), form="recurrent")
+  assert needed < 0.5 * GIB
+
+
+@pytest.mark.parametrize(("form", "gradient"), [("chunked", True), ("recurrent", False)])
+def test_time_grows_linearly_with_the_length(form, gradient):
+  """The best of three each, taken in turns so that a busy moment of the machine cannot fall on one length only."""
+  function = jax.jit(functools.partial(forward_and_backward if gradient else attend, form=form))
+  H, d = (1, 32) if gradient else (1, 8)
+  calls = {}
+  for T in (16_384, 65_536):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(a, jnp.float32) for a in rng.normal(size=(3, 1, T, H, d)))
+    gates = jnp.asarray(comparing.random_log_gate(rng, (1, T, H))), jnp.asarray(comparing.random_beta(rng, (1, T, H)))
+    calls[T] = functools.partial(function, q, k, v, *gates, csympow.rotary_rates(d, 65_536))
+    jax.block_until_ready(calls[T]())
+  best = dict.fromkeys(calls, np.inf)
+  for _ in range(3):
+    for T, run in calls.items():
+      start = time.perf_counter()
+      jax.block_until_ready(run())
+      best[T] = min(best[T], time.perf_counter() - start)
+  assert best[65_536] <= 4.6 * best[16_384], best
+
+
+LARGE = {"B": 4, "T": 131_072, "H": 32, "d": 136}  # B T H d = 1.06 * 2^31
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+def test_more_than_two_to_the_31_numbers_compile(form):
+  assert np.prod(list(LARGE.values())) > 2**31
+  arguments = shapes(**LARGE, dtype="bfloat16")
+  compiled = comparing.quick_jit(functools.partial(attend, form=form)).lower(*arguments).compile()
+  assert compiled.out_info.shape == (4, 131_072, 32, 136)
+  assert compiled.out_info.dtype == jnp.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+def test_more_than_two_to_the_31_numbers_are_right_to_the_last(form):
+  """Heads are independent, so the last one of the last sequence can be computed alone and must be the same."""
+  assert jax.default_backend() == "gpu"
+  B, T, H, d = (LARGE[n] for n in ("B", "T", "H", "d"))
+  if form == "attention":  # quadratic: the same count of numbers in shorter sequences
+    B, T = B * 64, T // 64
+  keys = jax.random.split(jax.random.key(0), 5)
+  q, k, v = (jax.random.normal(key, (B, T, H, d), jnp.bfloat16) for key in keys[:3])
+  log_gate = jax.nn.log_sigmoid(3.0 + jax.random.normal(keys[3], (B, T, H)))
+  beta = 1 + jnp.tanh(jax.random.normal(keys[4], (B, T, H)))
+  rates = csympow.rotary_rates(d, 65_536)
+  run = jax.jit(functools.partial(attend, form=form))
+  y = run(q, k, v, log_gate, beta, rates)
+  assert y.size > 2**31
+  for b, h in ((0, 0), (B // 2, H // 2), (B - 1, H - 1)):
+    alone = run(*(a[b : b + 1, :, h : h + 1] for a in (q, k, v, log_gate, beta)), rates)
+    assert relative_rmse(y[b : b + 1, :, h : h + 1], alone) < 5e-3

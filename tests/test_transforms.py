@@ -1,0 +1,158 @@
+"""jit, grad, vmap, remat, scan and shard_map over eight devices give the same numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import csympow
+from tests.comparing import (
+  FORMS,
+  Case,
+  assert_close,
+  assert_results_close,
+  call,
+  cotangents,
+  inputs,
+  quick_jit,
+  with_gradients,
+)
+
+CASE = Case(T=7, B=4, H=2, groups=2, d=4, dv=3, segments="packed")
+
+
+def run(x, rest, form):
+  return call(x, rest, entry="continued", form=form, chunk_size=3)
+
+
+def both(x, rest, form):
+  """Results, and gradients that every result enters."""
+  return with_gradients(lambda x: run(x, rest, form), x, cotangents(CASE))
+
+
+def assert_trees_close(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  jax.tree.map(lambda a, b: assert_close(a, b, 1e-5, "leaf"), a, b)
+
+
+@functools.cache
+def plain(form):
+  """Results and gradients with nothing but jit around."""
+  return jax.tree.map(np.asarray, quick_jit(functools.partial(both, form=form))(*inputs(CASE)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_jit_changes_nothing(form):
+  assert_results_close(run(*inputs(CASE), form), plain(form), 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_vmap_is_a_loop_forward_and_backward(form):
+  x, rest = inputs(CASE)
+  x, ids = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), (x, rest["segment_ids"]))
+  mapped = jax.vmap(lambda x, ids, weights: with_gradients(
+    lambda x: run(x, rest | {"segment_ids": ids}, form), x, weights))
+  weights = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), cotangents(CASE))
+  out = quick_jit(mapped)(x, ids, weights)
+  assert_results_close(jax.tree.map(lambda a: a[0], out), plain(form), 1e-5)
+  assert_results_close(jax.tree.map(lambda a: a[1][::-1], out), plain(form), 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_vmap_over_some_arguments_leaves_the_others_shared(form):
+  x, rest = inputs(CASE)
+  some = ("q", "beta", "S")
+  many = x | {n: jnp.stack([0.5 * x[n], x[n]]) for n in some}
+  axes = {n: 0 if n in some else None for n in x}
+  out = quick_jit(jax.vmap(lambda x: run(x, rest, form), in_axes=(axes,)))(many)
+  assert_results_close(jax.tree.map(lambda a: a[1], out), plain(form), 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scanned_rematerialised_layers_are_layers_in_a_row(form):
+  x, rest = inputs(Case(T=7, d=4, dv=4, entry="attention"))
+  weights = jax.random.normal(jax.random.key(0), (3, 4, 4)) / 2 + jnp.eye(4)
+  gates = {n: x[n] for n in ("log_gate", "beta")}
+
+  @jax.jit
+  def layer(h, w):
+    return h + csympow.attention(h @ w, h, h, **gates, **rest, form=form, chunk_size=3)
+
+  def in_a_row(weights, h):
+    for w in weights:
+      h = layer(h, w)
+    return jnp.sum(jnp.sin(h))
+
+  def scanned(weights, h):
+    return jnp.sum(jnp.sin(jax.lax.scan(lambda h, w: (jax.checkpoint(layer)(h, w), None), h, weights)[0]))
+
+  got = quick_jit(jax.value_and_grad(scanned, argnums=(0, 1)))(weights, x["k"])
+  assert_trees_close(got, jax.value_and_grad(in_a_row, argnums=(0, 1))(weights, x["k"]))
+
+
+def test_a_prefill_and_a_scan_of_steps_compile_into_one_program():
+  x, rest = inputs(Case(T=11, entry="prefill"))
+
+  @jax.jit
+  def generate(x):
+    prompt = {n: a[:, :6] for n, a in x.items()}
+    y, state = csympow.prefill(**prompt, **rest)
+    after = {n: jnp.moveaxis(a[:, 6:], 1, 0) for n, a in x.items()}
+    body = lambda state, x: csympow.step(**x, state=state, **rest)[::-1]  # noqa: E731
+    state, tail = jax.lax.scan(body, state, after)
+    return jnp.concatenate([y, jnp.moveaxis(tail, 0, 1)], axis=1)
+
+  assert_close(generate(x), csympow.prefill(**x, **rest)[0], 1e-5, "y")
+
+
+def specs(x, rest, batch="data", heads="model"):
+  timed = {n: P(batch, None, heads) for n in ("q", "k", "v", "log_gate", "beta", "y")}
+  state = {n: P(batch, heads) for n in ("S", "Z", "phase")}
+  return {n: (timed | state)[n] for n in x}, {"rates": P(), "segment_ids": P(batch)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shard_map_over_batch_and_heads_changes_nothing(form):
+  assert jax.device_count() == 8
+  x, rest = inputs(CASE)
+  mesh = jax.make_mesh((4, 2), ("data", "model"))
+  x_specs, rest_specs = specs(x, rest)
+  sharded = jax.shard_map(functools.partial(run, form=form), mesh=mesh, in_specs=(x_specs, rest_specs),
+                          out_specs=specs(cotangents(CASE), rest)[0])
+  x, weights, rest = (jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), tree, spec) for tree, spec in
+                      ((x, x_specs), (cotangents(CASE), specs(cotangents(CASE), rest)[0]), (rest, rest_specs)))
+  out = quick_jit(lambda x, rest, weights: with_gradients(lambda x: sharded(x, rest), x, weights))(x, rest, weights)
+  assert len(out["y"].sharding.device_set) == 8
+  assert_results_close(jax.tree.map(np.asarray, out), plain(form), 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_arrays_that_lie_on_eight_devices_give_the_same_numbers(form):
+  """The compiler divides the work, with no shard_map."""
+  x, rest = inputs(CASE)
+  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+  placed = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), (x, rest), specs(x, rest))
+  out = quick_jit(functools.partial(both, form=form))(*placed)
+  assert_results_close(jax.tree.map(np.asarray, out), plain(form), 1e-5)
+
+
+def test_step_under_shard_map_and_vmap_changes_nothing():
+  x, rest = inputs(Case(T=1, B=4, H=2, d=4, dv=3))
+  now = {n: x[n][:, 0] for n in ("q", "k", "v", "log_gate", "beta")}
+  state = csympow.State(x["S"], x["Z"], x["phase"])
+
+  def one(now, state):
+    return csympow.step(**now, state=state, **rest)
+
+  want = one(now, state)
+  mesh = jax.make_mesh((4, 2), ("data", "model"))
+  spec = P("data", "model")
+  sharded = jax.shard_map(one, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec))
+  placed = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, spec)), (now, state))
+  assert_trees_close(jax.tree.map(np.asarray, jax.jit(sharded)(*placed)), jax.tree.map(np.asarray, want))
+  many = jax.vmap(one)(*jax.tree.map(lambda a: jnp.stack([a, 2 * a]), (now, state)))
+  assert_trees_close(jax.tree.map(lambda a: a[0], many), want)
