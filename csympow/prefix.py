@@ -10,8 +10,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
+
+_BLOCK = 128  # tokens summed by one matrix product
 
 
 class Total(NamedTuple):
@@ -32,23 +35,61 @@ def two_sum(a: Float[Array, "..."], b: Float[Array, "..."]) -> Total:
   return Total(total, (a - (total - b_kept)) + (b - b_kept))
 
 
+def prefix_sum(
+  x: Float[Array, "B T H"], restarts: Bool[Array, "B T 1"] | None = None, *, reverse: bool = False
+) -> Total:
+  """The inclusive sum over time, forwards or backwards, beginning anew at each token where `restarts` is true.
+
+  Inside a block of tokens a product with a triangle of ones; across blocks an associative scan of their totals.
+  """
+  (batch, time, heads), size = x.shape, min(_BLOCK, x.shape[1])
+  if reverse:
+    x, restarts = x[:, ::-1], None if restarts is None else restarts[:, ::-1]
+
+  def blocks(array: Array) -> Array:
+    padded = jnp.pad(array, ((0, 0), (0, -time % size), (0, 0)))
+    return padded.reshape(batch, -1, size, array.shape[-1])
+
+  x = blocks(x)
+  adds = jnp.tri(size, dtype=jnp.float32)
+  run = jnp.zeros_like(x[..., :1])
+  if restarts is not None:
+    run = _exact(adds, blocks(restarts).astype(jnp.float32))  # how many restarts so far in the block
+    adds = jnp.where(run == jnp.swapaxes(run, -1, -2), adds, 0.0)
+  coarse, fine = _on_grid(x)
+  total = two_sum(_exact(adds, coarse), _exact(adds, fine))
+  if x.shape[1] > 1:
+    before = _total_before(Total(total.hi[:, :, -1], total.lo[:, :, -1]), run[:, :, -1] > 0)
+    before = jax.tree.map(lambda array: jnp.where(run == 0, array[:, :, None], 0.0), before)
+    total = _add(before, total)
+  hi, lo = (array.reshape(batch, -1, heads)[:, :time] for array in total)
+  return Total(hi[:, ::-1], lo[:, ::-1]) if reverse else Total(hi, lo)
+
+
+def _total_before(totals: Total, restarted: Bool[Array, "B n 1"]) -> Total:
+  """The sum that each block goes on from."""
+
+  def join(left: tuple[Array, Total], right: tuple[Array, Total]) -> tuple[Array, Total]:
+    both = _add(left[1], right[1])
+    return left[0] | right[0], jax.tree.map(lambda new, sum: jnp.where(right[0], new, sum), right[1], both)
+
+  _, until = lax.associative_scan(join, (restarted, totals), axis=1)
+  return Total(*(jnp.pad(array[:, :-1], ((0, 0), (1, 0), (0, 0))) for array in until))
+
+
 def _add(left: Total, right: Total) -> Total:
   total, lost = two_sum(left.hi, right.hi)
   return two_sum(total, lost + (left.lo + right.lo))
 
 
-def prefix_sum(
-  x: Float[Array, "B T H"], restarts: Bool[Array, "B T 1"] | None = None, *, reverse: bool = False
-) -> Total:
-  """The inclusive sum over time, beginning anew at each token where `restarts` is true."""
-  start = Total(x, jnp.zeros_like(x))
-  if restarts is None:
-    return Total(*lax.associative_scan(_add, start, axis=1, reverse=reverse))
+def _on_grid(x: Float[Array, "B n t H"]) -> tuple[Float[Array, "B n t H"], Float[Array, "B n t H"]]:
+  """X as a sum of two parts; of the first, the sums over a block are exact in float32 in whatever order they are taken."""
+  largest = jnp.maximum(jnp.max(jnp.abs(x), axis=2, keepdims=True), 1e-30)
+  exponent = lax.bitcast_convert_type(largest, jnp.uint32) & np.uint32(0x7F800000)
+  unit = lax.bitcast_convert_type(exponent, jnp.float32) * (2.0 * _BLOCK / 2**24)
+  coarse = jnp.round(x / unit) * unit
+  return coarse, x - coarse
 
-  def add_unless_restarted(
-    left: tuple[Bool[Array, "..."], Total], right: tuple[Bool[Array, "..."], Total]
-  ) -> tuple[Bool[Array, "..."], Total]:
-    total = jax.tree.map(lambda new, both: jnp.where(right[0], new, both), right[1], _add(left[1], right[1]))
-    return left[0] | right[0], total
 
-  return lax.associative_scan(add_unless_restarted, (restarts, start), axis=1, reverse=reverse)[1]
+def _exact(adds: Float[Array, "..."], x: Float[Array, "B n t H"]) -> Float[Array, "B n t H"]:
+  return jnp.matmul(adds, x, precision="highest")

@@ -208,6 +208,8 @@ def test_a_state_does_not_grow_and_a_key_value_cache_has_its_slots():
   cache = make("softmax").init_cache(3, 10)
   assert isinstance(cache, KVCache)
   assert cache.k.shape == cache.v.shape == (3, 10, KV_HEADS, HEAD_DIM)
+  # Keys and values are buffers of their own, for no buffer can be donated twice.
+  assert cache.k.unsafe_buffer_pointer() != cache.v.unsafe_buffer_pointer()
 
 
 def test_an_overflowing_cache_cannot_be_overlooked():
