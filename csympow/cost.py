@@ -12,7 +12,6 @@ from typing import Literal
 import jax
 
 from csympow.features import feature_dim
-from csympow.forms.chunked import Sizes
 
 type Form = Literal["attention", "chunked", "recurrent"]
 
@@ -66,7 +65,9 @@ class Plan:
   """How a call will be run, and what that is estimated to cost."""
 
   form: Form
-  sizes: Sizes
+  chunk: int  # tokens between two states
+  block: int  # tokens in a block of scores
+  tile: int  # tokens whose features are expanded at once
   flops: int
   bytes: int
   seconds: float
@@ -91,21 +92,21 @@ def choose(shape: Shape, form: str, chunk_size: int | None, device: str) -> Plan
   return min((planners[name](shape, chunk_size, rates) for name in wanted), key=lambda plan: plan.seconds)
 
 
-def _plan(form: Form, sizes: Sizes, flops: int, traffic: int, steps: int, device: Device) -> Plan:
+def _plan(form: Form, sizes: tuple[int, int, int], flops: int, traffic: int, steps: int, device: Device) -> Plan:
   seconds = flops / device.flops + traffic / device.bandwidth + steps * device.latency
-  return Plan(form, sizes, flops, traffic, seconds)
+  return Plan(form, *sizes, flops, traffic, seconds)
 
 
 def _attention(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   default = min(device.block, _fitting(shape.batch * shape.query_heads))
   block = _part(shape.time, chunk_size, default)
   length = _round_up(shape.time, block)
-  sizes = Sizes(length, block, _tile(shape, block))
+  tile = _tile(shape, block)
   flops, traffic, steps = _scores(shape, length, block)
   if shape.needs_state:
-    more_flops, more_traffic, more_steps = _state(shape, length, sizes.tile)
+    more_flops, more_traffic, more_steps = _state(shape, length, tile)
     flops, traffic, steps = flops + more_flops, traffic + more_traffic, steps + more_steps
-  return _plan("attention", sizes, flops, traffic, steps, device)
+  return _plan("attention", (length, block, tile), flops, traffic, steps, device)
 
 
 def _chunked(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
@@ -117,10 +118,10 @@ def _chunked(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   for candidate in candidates:
     chunk = _part(shape.time, chunk_size, candidate)
     length = _round_up(shape.time, chunk)
-    sizes = Sizes(chunk, _block(shape, chunk, device), _tile(shape, chunk))
-    inside, state = _scores(shape, chunk, sizes.block), _state(shape, chunk, sizes.tile)
+    block, tile = _block(shape, chunk, device), _tile(shape, chunk)
+    inside, state = _scores(shape, chunk, block), _state(shape, chunk, tile)
     flops, traffic, steps = (length // chunk * (a + b) for a, b in zip(inside, state, strict=True))
-    plans.append(_plan("chunked", sizes, flops, traffic, steps, device))
+    plans.append(_plan("chunked", (chunk, block, tile), flops, traffic, steps, device))
   return min(plans, key=lambda plan: plan.seconds)
 
 
@@ -130,7 +131,7 @@ def _recurrent(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   state = shape.features * (shape.value_dim + 1)
   flops = shape.batch * length * (4 * shape.heads + 2 * shape.query_heads) * state
   traffic = 3 * length * shape.state_bytes  # read and written, then read by the query
-  return _plan("recurrent", Sizes(interval, 1, 1), flops, traffic, 4 * length, device)
+  return _plan("recurrent", (interval, 1, 1), flops, traffic, 4 * length, device)
 
 
 def _scores(shape: Shape, span: int, block: int) -> tuple[int, int, int]:

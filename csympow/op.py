@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
@@ -14,13 +13,14 @@ from csympow import cost, rotation, validation
 from csympow.features import feature_dim
 from csympow.forms import chunked, recurrent
 from csympow.forms.memory import Memory
+from csympow.forms.spans import Settings
 from csympow.gates import effective_log_gate
 from csympow.segments import find_runs
 from csympow.state import State
 
 type Form = Literal["auto", "attention", "chunked", "recurrent"]
 type Implementation = Literal["xla", "pallas"]
-type _Array = Any  # Array | np.ndarray, whose methods type checkers do not find alike
+type _Shaped = Array | jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Explanation:
 
 @validation.validated(validation.check_sequence)
 def attention(
-  q: Float[Array | np.ndarray, "B T Hq d"],
-  k: Float[Array | np.ndarray, "B T H d"],
-  v: Float[Array | np.ndarray, "B T H dv"],
+  q: Float[Array, "B T Hq d"],
+  k: Float[Array, "B T H d"],
+  v: Float[Array, "B T H dv"],
   power: int = 2,
-  log_gate: Float[Array | np.ndarray, "B T H"] | None = None,
-  beta: Float[Array | np.ndarray, "B T H"] | None = None,
-  rates: Float[Array | np.ndarray, "r"] | None = None,
-  segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+  log_gate: Float[Array, "B T H"] | None = None,
+  beta: Float[Array, "B T H"] | None = None,
+  rates: Float[Array, "r"] | None = None,
+  segment_ids: Int[Array, "B T"] | None = None,
   scale: ArrayLike | None = None,
   form: Form = "auto",
   chunk_size: int | None = None,
@@ -81,14 +81,14 @@ def attention(
 
 @validation.validated(validation.check_sequence)
 def prefill(
-  q: Float[Array | np.ndarray, "B T Hq d"],
-  k: Float[Array | np.ndarray, "B T H d"],
-  v: Float[Array | np.ndarray, "B T H dv"],
+  q: Float[Array, "B T Hq d"],
+  k: Float[Array, "B T H d"],
+  v: Float[Array, "B T H dv"],
   power: int = 2,
-  log_gate: Float[Array | np.ndarray, "B T H"] | None = None,
-  beta: Float[Array | np.ndarray, "B T H"] | None = None,
-  rates: Float[Array | np.ndarray, "r"] | None = None,
-  segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+  log_gate: Float[Array, "B T H"] | None = None,
+  beta: Float[Array, "B T H"] | None = None,
+  rates: Float[Array, "r"] | None = None,
+  segment_ids: Int[Array, "B T"] | None = None,
   scale: ArrayLike | None = None,
   form: Form = "auto",
   chunk_size: int | None = None,
@@ -110,14 +110,14 @@ def prefill(
 
 @validation.validated(validation.check_token)
 def step(
-  q: Float[Array | np.ndarray, "B Hq d"],
-  k: Float[Array | np.ndarray, "B H d"],
-  v: Float[Array | np.ndarray, "B H dv"],
+  q: Float[Array, "B Hq d"],
+  k: Float[Array, "B H d"],
+  v: Float[Array, "B H dv"],
   state: State,
   power: int = 2,
-  log_gate: Float[Array | np.ndarray, "B H"] | None = None,
-  beta: Float[Array | np.ndarray, "B H"] | None = None,
-  rates: Float[Array | np.ndarray, "r"] | None = None,
+  log_gate: Float[Array, "B H"] | None = None,
+  beta: Float[Array, "B H"] | None = None,
+  rates: Float[Array, "r"] | None = None,
   scale: ArrayLike | None = None,
 ) -> tuple[Float[Array, "B Hq dv"], State]:
   """One token of `attention`: its output, and the state with the token in it."""
@@ -143,14 +143,14 @@ def init_state(
 
 @validation.validated(validation.check_sequence)
 def explain(
-  q: Float[Array | np.ndarray | jax.ShapeDtypeStruct, "B T Hq d"],
-  k: Float[Array | np.ndarray | jax.ShapeDtypeStruct, "B T H d"],
-  v: Float[Array | np.ndarray | jax.ShapeDtypeStruct, "B T H dv"],
+  q: Float[Array | jax.ShapeDtypeStruct, "B T Hq d"],
+  k: Float[Array | jax.ShapeDtypeStruct, "B T H d"],
+  v: Float[Array | jax.ShapeDtypeStruct, "B T H dv"],
   power: int = 2,
-  log_gate: Float[Array | np.ndarray | jax.ShapeDtypeStruct, "B T H"] | None = None,
-  beta: Float[Array | np.ndarray | jax.ShapeDtypeStruct, "B T H"] | None = None,
-  rates: Float[Array | np.ndarray | jax.ShapeDtypeStruct, "r"] | None = None,
-  segment_ids: Int[Array | np.ndarray | jax.ShapeDtypeStruct, "B T"] | None = None,
+  log_gate: Float[Array | jax.ShapeDtypeStruct, "B T H"] | None = None,
+  beta: Float[Array | jax.ShapeDtypeStruct, "B T H"] | None = None,
+  rates: Float[Array | jax.ShapeDtypeStruct, "r"] | None = None,
+  segment_ids: Int[Array | jax.ShapeDtypeStruct, "B T"] | None = None,
   scale: ArrayLike | None = None,
   form: Form = "auto",
   chunk_size: int | None = None,
@@ -172,7 +172,7 @@ def explain(
     reason = f"estimated forward time on {device}: {plan.form} {plan.seconds * 1e3:.3g} ms; {beaten}"
   else:
     reason = f"form={form!r} was asked for; estimated forward time on {device}: {plan.seconds * 1e3:.3g} ms"
-  size = plan.sizes.block if plan.form == "attention" else plan.sizes.chunk
+  size = plan.block if plan.form == "attention" else plan.chunk
   return Explanation(plan.form, "xla", size, shape.state_bytes, plan.flops, reason)
 
 
@@ -190,13 +190,13 @@ class _Prepared:
 
 
 def _prepare(
-  q: _Array,
-  k: _Array,
-  v: _Array,
-  log_gate: _Array | None,
-  beta: _Array | None,
-  rates: _Array | None,
-  segment_ids: _Array | None,
+  q: Array,
+  k: Array,
+  v: Array,
+  log_gate: Array | None,
+  beta: Array | None,
+  rates: Array | None,
+  segment_ids: Array | None,
   scale: ArrayLike | None,
   state: State | None,
 ) -> _Prepared:
@@ -228,8 +228,7 @@ def _prepare(
   return _Prepared(
     q=_unit(q),
     k=k,
-    # Weights span more than float16's exponents can: they meet the values in float32.
-    v=v.astype(jnp.float32) if dtype == jnp.float16 else v,
+    v=v.astype(jnp.float32),
     log_gate=effective_log_gate(log_gate, valid, starts),
     memory=None if state is None else Memory(state.S.astype(jnp.float32), state.Z.astype(jnp.float32)[..., None]),
     phase=phase,
@@ -249,25 +248,25 @@ def _unit(q: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
 def _equally_varying(tree: Any) -> Any:
   """Inside shard_map, marks every array as varying over all mesh axes that any of them varies over."""
 
-  def axes_of(x: _Array) -> frozenset[str]:
+  def axes_of(x: Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
   axes = frozenset[str]().union(*map(axes_of, jax.tree.leaves(tree)))
 
-  def spread(x: _Array) -> Array:
+  def spread(x: Array) -> Array:
     missing = axes - axes_of(x)
     return lax.pcast(x, tuple(missing), to="varying") if missing else jnp.asarray(x)
 
   return jax.tree.map(spread, tree)
 
 
-def _shape(q: _Array, k: _Array, v: _Array, power: int, *, needs_state: bool) -> cost.Shape:
+def _shape(q: _Shaped, k: _Shaped, v: _Shaped, power: int, *, needs_state: bool) -> cost.Shape:
   batch, time, query_heads, head_dim = q.shape
   return cost.Shape(batch, time, query_heads, k.shape[2], head_dim, v.shape[-1], power, needs_state)
 
 
 def _plan(
-  q: _Array, k: _Array, v: _Array, power: int, form: str, chunk_size: int | None, *, needs_state: bool
+  q: Array, k: Array, v: Array, power: int, form: str, chunk_size: int | None, *, needs_state: bool
 ) -> cost.Plan:
   return cost.choose(_shape(q, k, v, power, needs_state=needs_state), form, chunk_size, cost.platform())
 
@@ -276,15 +275,18 @@ def _run(
   x: _Prepared, plan: cost.Plan, power: int, *, return_memory: bool
 ) -> tuple[Float[Array, "B T Hq dv"], Memory | None]:
   batch, time = x.q.shape[:2]
-  padding = -time % plan.sizes.chunk
+  padding = -time % plan.chunk
   q, k, v, log_gate = (
     jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2)) for array in (x.q, x.k, x.v, x.log_gate)
   )
   memory: Memory | None
   if plan.form == "recurrent":
-    y, memory = recurrent.attend(q, k, v, log_gate, x.memory, power, plan.sizes.chunk)
+    y, memory = recurrent.attend(q, k, v, log_gate, x.memory, power, plan.chunk)
   else:
-    y, memory = chunked.attend(q, k, v, log_gate, x.memory, power, plan.sizes, return_memory)
+    # Powers and gradients multiply the rounding of a product's operands: 8 bits are too few for 16-bit results.
+    precision = None if x.output_dtype == jnp.float32 else "high"
+    settings = Settings(power, plan.chunk, plan.block, plan.tile, precision)
+    y, memory = chunked.attend(q, k, v, log_gate, x.memory, settings, return_memory)
   return y[:, :time].reshape(batch, time, -1, y.shape[-1]).astype(x.output_dtype), memory
 
 

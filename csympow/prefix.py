@@ -83,7 +83,7 @@ def _add(left: Total, right: Total) -> Total:
 
 
 def _on_grid(x: Float[Array, "B n t H"]) -> tuple[Float[Array, "B n t H"], Float[Array, "B n t H"]]:
-  """X as a sum of two parts; of the first, the sums over a block are exact in float32 in whatever order they are taken."""
+  """X as a sum of two parts, the first such that its sums over a block are exact in float32, in any order."""
   largest = jnp.maximum(jnp.max(jnp.abs(x), axis=2, keepdims=True), 1e-30)
   exponent = lax.bitcast_convert_type(largest, jnp.uint32) & np.uint32(0x7F800000)
   unit = lax.bitcast_convert_type(exponent, jnp.float32) * (2.0 * _BLOCK / 2**24)

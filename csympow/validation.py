@@ -7,7 +7,9 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from csympow.features import feature_dim
 from csympow.state import State
@@ -19,7 +21,7 @@ STATE_DTYPES = ("float32", "bfloat16")
 
 
 def validated[**P, R](check: Callable[[Mapping[str, Any]], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-  """Runs `check` on a call's arguments, defaults filled in, before the function sees them."""
+  """Runs `check` on a call's arguments, defaults filled in, before the function gets them as JAX arrays."""
 
   def decorate(function: Callable[P, R]) -> Callable[P, R]:
     signature = inspect.signature(function)
@@ -29,6 +31,7 @@ def validated[**P, R](check: Callable[[Mapping[str, Any]], None]) -> Callable[[C
       bound = signature.bind(*args, **kwargs)
       bound.apply_defaults()
       check(bound.arguments)
+      args, kwargs = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs))
       return function(*args, **kwargs)
 
     return wrapper
@@ -122,7 +125,7 @@ def _check_gate(name: str, array: Any, layout: tuple[str, ...], shape: tuple[int
   _check_array(name, array, layout)
   _require(
     array.shape == shape,
-    f"{name} must be [{', '.join(layout)}] = {list(shape)}, one number per token and key head, got {_show(array)}",
+    f"{name} must be [{', '.join(layout)}] = {shape}, one number per token and key head, got {_show(array)}",
   )
   _require(array.dtype == jnp.float32, f"{name} must be float32, for its sums run over all tokens; got {array.dtype}")
 
@@ -136,7 +139,7 @@ def _check_rates(given: Mapping[str, Any], head_dim: int) -> None:
   _check_array("rates", rates, ("d/2",))
   fits = rates.shape == (head_dim // 2,) and jnp.issubdtype(rates.dtype, jnp.floating)
   _require(
-    fits, f"rates must be [d/2] = [{head_dim // 2}] floating-point numbers, got {_show(rates)} of {rates.dtype}"
+    fits, f"rates must be [d/2] = ({head_dim // 2},) floating-point numbers, got {_show(rates)} of {rates.dtype}"
   )
 
 
@@ -148,7 +151,7 @@ def _check_segment_ids(given: Mapping[str, Any]) -> None:
   fits = segment_ids.shape == given["q"].shape[:2] and jnp.issubdtype(segment_ids.dtype, jnp.signedinteger)
   _require(
     fits,
-    f"segment_ids must be [B, T] = {list(given['q'].shape[:2])} signed integers, got {_show(segment_ids)} "
+    f"segment_ids must be [B, T] = {given['q'].shape[:2]} signed integers, got {_show(segment_ids)} "
     f"of {segment_ids.dtype}",
   )
 
@@ -164,7 +167,7 @@ def _check_state(given: Mapping[str, Any]) -> None:
     _check_array(f"state.{name}", array, ("B", "H", "D", "dv")[: len(shape)])
     _require(
       array.shape == shape,
-      f"state.{name} must be {list(shape)} for these k and v at power {given['power']}, got {_show(array)}",
+      f"state.{name} must be {shape} for these k and v at power {given['power']}, got {_show(array)}",
     )
     allowed = ("float32",) if name == "phase" else STATE_DTYPES
     _require(
@@ -200,7 +203,7 @@ def _is_count(x: Any) -> bool:
 
 
 def _show(array: Any) -> str:
-  return str(list(array.shape))
+  return str(tuple(array.shape))
 
 
 def _require(condition: bool, message: str) -> None:

@@ -266,8 +266,8 @@ def turns_apart(a, b):
   return float(np.max(np.abs((a - b + 0.5) % 1.0 - 0.5)))
 
 
-def assert_close(a, b, tolerance, name):
-  """Relative RMSE below the tolerance.
+def assert_close(a, b, tolerance, name, exact=None):
+  """Relative RMSE below the tolerance; relative to `exact` where b is no more exact than a.
 
   Where the value is zero in exact arithmetic (the gradient to q of the only token: y = v whatever q is), there is
   nothing to be relative to, and inputs and cotangents being of order 1, the tolerance is taken as absolute.
@@ -275,18 +275,18 @@ def assert_close(a, b, tolerance, name):
   a, b = float64((a, b))
   assert a.shape == b.shape, f"{name}: shape {a.shape} instead of {b.shape}"
   assert np.all(np.isfinite(a)), f"{name}: {np.sum(~np.isfinite(a))} values are not finite"
-  size = np.sqrt(np.mean(b**2))
+  size = np.sqrt(np.mean(np.square(b if exact is None else float64(exact))))
   error = np.sqrt(np.mean((a - b) ** 2)) / (size if size > 1e-12 else 1.0)
   assert error < tolerance, f"{name}: relative RMSE {error:.2e} is not below {tolerance:.0e}"
 
 
-def assert_results_close(a, b, tolerance):
+def assert_results_close(a, b, tolerance, exact=None):
   """`assert_close` for each of a's results and gradients; phases are compared on the circle, in radians."""
   for name in a:
     if name == "phase":
       assert 2 * np.pi * turns_apart(a[name], b[name]) < 1e-5, "phase"
     else:
-      assert_close(a[name], b[name], tolerance, name)
+      assert_close(a[name], b[name], tolerance, name, exact and exact[name])
 
 
 def temporaries(function, *shapes, **options):

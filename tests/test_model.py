@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,6 @@ def abstract(config):
   return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
 
 
-@functools.cache
 def model_of(config):
   """A model in which attention matters: GPT-2's initialisation times 5, for the width is a twentieth of GPT-2's."""
   graphdef, state = nnx.split(abstract(config))
@@ -206,11 +206,18 @@ def test_readout_rounds_nothing_but_its_operands():
   assert (dhidden.dtype, dembedding.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-@every_variant
-def test_a_donated_training_step_moves_every_parameter_and_lowers_the_loss(variant):
+def check_gradient(gradient):
+  for path, leaf in jax.tree.leaves_with_path(gradient):
+    assert np.all(np.isfinite(leaf)), path
+    assert np.any(leaf), path
+  # What pads the vocabulary is in no token and gets no probability.
+  assert not np.any(gradient["embedding"]["embedding"][...][60:])
+
+
+@pytest.mark.parametrize(("variant", "remat"), [("sympow", "dots"), ("sympow+gating", "none"), ("conformal", "full")])
+def test_a_donated_training_step_moves_every_parameter_and_lowers_the_loss(variant, remat):
   tokens = jnp.tile(tokens_of(2, 4), (1, 3))
-  graphdef, parameters = nnx.split(model_of(small(variant)))
-  parameters = jax.tree.map(jnp.copy, parameters)
+  graphdef, parameters = nnx.split(model_of(small(variant, remat=remat)))
   optimizer = optax.adam(3e-3)
 
   @functools.partial(jit, donate_argnums=(0, 1))
@@ -219,32 +226,25 @@ def test_a_donated_training_step_moves_every_parameter_and_lowers_the_loss(varia
     updates, moments = optimizer.update(gradient, moments, parameters)
     return optax.apply_updates(parameters, updates), moments, loss, gradient
 
-  moments = optimizer.init(parameters)
-  losses = []
-  for _ in range(2):
-    parameters, moments, loss, gradient = train_step(parameters, moments, tokens)
-    losses.append(float(loss))
-  assert losses[1] < losses[0]
-  for path, leaf in jax.tree.leaves_with_path(gradient):
-    assert np.all(np.isfinite(leaf)), path
-    assert np.any(leaf), path
-  # What pads the vocabulary is in no token and gets no probability.
-  assert not np.any(gradient["embedding"]["embedding"][...][60:])
+  parameters, moments, loss, gradient = train_step(parameters, optimizer.init(parameters), tokens)
+  assert train_step(parameters, moments, tokens)[2] < loss
+  check_gradient(gradient)
 
 
 def test_nnx_optimizer_trains_it():
-  model = nnx.clone(model_of(small("softmax")))
-  optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
+  model = model_of(small("softmax"))
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
   tokens = jnp.tile(tokens_of(2, 4), (1, 3))
 
   @nnx.jit
   def train_step(model, optimizer):
     loss, gradient = nnx.value_and_grad(loss_of)(model, tokens)
     optimizer.update(model, gradient)
-    return loss
+    return loss, gradient
 
-  losses = [float(train_step(model, optimizer)) for _ in range(2)]
-  assert losses[1] < losses[0]
+  loss, gradient = train_step(model, optimizer)
+  assert train_step(model, optimizer)[0] < loss
+  check_gradient(gradient)
 
 
 def test_bfloat16_is_the_compute_and_float32_the_rest():
@@ -263,26 +263,17 @@ def test_bfloat16_is_the_compute_and_float32_the_rest():
 
 
 def test_a_frequent_tokens_gradient_is_added_up_in_float32():
-  tokens = jnp.zeros((1, 512), jnp.int32)
-  towards = jax.random.normal(jax.random.key(5), (32,))
-
-  def gradient(dtype):
-    graphdef, parameters = nnx.split(model_of(small("softmax", num_layers=1, dtype=dtype)))
-
-    def loss(parameters):
-      return (nnx.merge(graphdef, parameters).hidden(tokens).astype(jnp.float32) @ towards).sum()
-
-    return jit(jax.grad(loss))(parameters)["embedding"]["embedding"][...][0]
-
-  exact = gradient("float32")
-  assert jnp.linalg.norm(gradient("bfloat16") - exact) < 0.05 * jnp.linalg.norm(exact)
+  graphdef, parameters = nnx.split(abstract(small(dtype="bfloat16")))
+  gradient = jax.jit(jax.grad(lambda p, t: loss_of(nnx.merge(graphdef, p), t))).lower(parameters, tokens_of())
+  scatter = r"\(tensor<128x32x(\w+)>, tensor<2x12x1xi32>, tensor<2x12x32x(\w+)>\) -> tensor<128x32x(\w+)>"
+  assert re.findall(scatter, gradient.as_text()) == [("f32", "f32", "f32")]
 
 
 def test_remat_policies_trade_memory_for_work_and_change_nothing_else():
   tokens = tokens_of(16, 12)
   memory, gradients = {}, {}
   for name in REMAT:
-    graphdef, parameters = nnx.split(model_of(small(num_layers=6, remat=name)))
+    graphdef, parameters = nnx.split(model_of(small("softmax", num_layers=6, remat=name)))
     compiled = jit(jax.grad(lambda p, t, g=graphdef: loss_of(nnx.merge(g, p), t))).lower(parameters, tokens).compile()
     memory[name] = compiled.memory_analysis().temp_size_in_bytes
     gradients[name] = compiled(parameters, tokens)

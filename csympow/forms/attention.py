@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from csympow import gates
-from csympow.forms.spans import Inputs, Sums, exact_product, for_each, item, merge, product, split
+from csympow.forms.spans import Inputs, Settings, Sums, exact_product, for_each, item, merge, split
 from csympow.prefix import Total
 
 
@@ -45,46 +45,46 @@ class Gradients(NamedTuple):
   G_near: Float[Array, "*n B H T 1"]
 
 
-def forward(inputs: Inputs, power: int, block: int) -> Sums:
-  """The sums over j <= i within one span of tokens, a multiple of `block` long."""
-  blocks: Inputs = split(inputs, block)
-  near: Sums = _each_block(lambda x: _diagonal(x, power), blocks)
+def forward(inputs: Inputs, settings: Settings) -> Sums:
+  """The sums over j <= i within one span of tokens, whole blocks long."""
+  blocks: Inputs = split(inputs, settings.block)
+  near: Sums = _each_block(lambda x: _diagonal(x, settings), blocks)
   if len(blocks.q) == 1:
     return Sums(*merge(near))
   decay, between = _between_blocks(blocks.G)
-  values = Values((blocks.v * decay.until_end).astype(blocks.v.dtype), decay.until_end)
+  values = Values(blocks.v * decay.until_end, decay.until_end)
 
   def add_pair(far: Sums, pair: Int[Array, "2"]) -> tuple[Sums, None]:
     i, j = pair
-    found = _gather(_scores(blocks.q[i], blocks.k[j]) ** power, item(values, j))
+    found = _gather(_scores(blocks.q[i], blocks.k[j], settings) ** settings.power, item(values, j), settings)
     return for_each(lambda total, new: total.at[i].add(between(i, j) * new), far, found), None
 
   far, _ = lax.scan(add_pair, for_each(jnp.zeros_like, near), _pairs_below_diagonal(len(blocks.q)))
   return Sums(*merge(for_each(lambda near, far: near + decay.since_start[:, :, :, None] * far, near, far)))
 
 
-def backward(inputs: Inputs, dsums: Sums, power: int, block: int) -> Gradients:
+def backward(inputs: Inputs, dsums: Sums, settings: Settings) -> Gradients:
   """The cotangents of `forward`; the scores are computed again."""
-  blocks: Inputs = split(inputs, block)
-  dsums = split(dsums, block)
-  near: Gradients = _each_block(lambda x: _diagonal_backward(x[0], x[1], power), (blocks, dsums))
+  blocks: Inputs = split(inputs, settings.block)
+  dsums = split(dsums, settings.block)
+  near: Gradients = _each_block(lambda x: _diagonal_backward(x[0], x[1], settings), (blocks, dsums))
   if len(blocks.q) == 1:
     return Gradients(*merge(near))
   decay, between = _between_blocks(blocks.G)
-  values = Values((blocks.v * decay.until_end).astype(blocks.v.dtype), decay.until_end)
+  values = Values(blocks.v * decay.until_end, decay.until_end)
   dsums = for_each(lambda x: x * decay.since_start[:, :, :, None], dsums)
 
   def add_pair(totals: tuple[Array, Array, Array], pair: Int[Array, "2"]) -> tuple[tuple[Array, Array, Array], None]:
     i, j = pair
     q, k, dsum = blocks.q[i], blocks.k[j], item(dsums, i)
-    scores = _scores(q, k)
-    slopes = scores ** (power - 1) * between(i, j)
-    dscores = power * slopes * _dweights(dsum, item(values, j))
+    scores = _scores(q, k, settings)
+    slopes = scores ** (settings.power - 1) * between(i, j)
+    dscores = settings.power * slopes * _dweights(dsum, item(values, j), settings)
     dq, dk, dv = totals
     return (
-      dq.at[i].add(product("bhgij,bhjd->bhgid", dscores, k, like=q)),
-      dk.at[j].add(product("bhgij,bhgid->bhjd", dscores, q, like=q)),
-      dv.at[j].add(product("bhgij,bhgiv->bhjv", slopes * scores, dsum.numerator, like=q)),
+      dq.at[i].add(jnp.einsum("bhgij,bhjd->bhgid", dscores, k, precision=settings.precision)),
+      dk.at[j].add(jnp.einsum("bhgij,bhgid->bhjd", dscores, q, precision=settings.precision)),
+      dv.at[j].add(jnp.einsum("bhgij,bhgiv->bhjv", slopes * scores, dsum.numerator, precision=settings.precision)),
     ), None
 
   zeros = (near.q_far, near.k_far, jnp.zeros_like(near.v))
@@ -92,47 +92,49 @@ def backward(inputs: Inputs, dsums: Sums, power: int, block: int) -> Gradients:
   return Gradients(*merge(near._replace(q_far=dq, k_far=dk, v=near.v + dv * decay.until_end)))
 
 
-def _diagonal(x: Inputs, power: int) -> Sums:
+def _diagonal(x: Inputs, settings: Settings) -> Sums:
   """The sums within one block, gates pair by pair."""
-  return _gather(_scores(x.q, x.k) ** power * _discounts(x.G), _undiscounted(x.v))
+  return _gather(_scores(x.q, x.k, settings) ** settings.power * _discounts(x.G), _undiscounted(x.v), settings)
 
 
-def _diagonal_backward(x: Inputs, dsums: Sums, power: int) -> Gradients:
-  scores = _scores(x.q, x.k)
-  slopes = scores ** (power - 1) * _discounts(x.G)
+def _diagonal_backward(x: Inputs, dsums: Sums, settings: Settings) -> Gradients:
+  scores = _scores(x.q, x.k, settings)
+  slopes = scores ** (settings.power - 1) * _discounts(x.G)
   weights = slopes * scores
-  dweights = _dweights(dsums, _undiscounted(x.v))
-  dscores = power * slopes * dweights
+  dweights = _dweights(dsums, _undiscounted(x.v), settings)
+  dscores = settings.power * slopes * dweights
   pull = jnp.where(_below_diagonal(x.q.shape[-2]), weights * dweights, 0.0).sum(2)
   return Gradients(
-    q_far=jnp.zeros_like(x.q, jnp.float32),
-    q_near=product("bhgij,bhjd->bhgid", dscores, x.k, like=x.q),
-    k_far=jnp.zeros_like(x.k, jnp.float32),
-    k_near=product("bhgij,bhgid->bhjd", dscores, x.q, like=x.q),
-    v=product("bhgij,bhgiv->bhjv", weights, dsums.numerator, like=x.q),
+    q_far=jnp.zeros_like(x.q),
+    q_near=jnp.einsum("bhgij,bhjd->bhgid", dscores, x.k, precision=settings.precision),
+    k_far=jnp.zeros_like(x.k),
+    k_near=jnp.einsum("bhgij,bhgid->bhjd", dscores, x.q, precision=settings.precision),
+    v=jnp.einsum("bhgij,bhgiv->bhjv", weights, dsums.numerator, precision=settings.precision),
     G_near=(pull.sum(-1) - pull.sum(-2))[..., None],
   )
 
 
-def _scores(q: Float[Array, "B H g i d"], k: Float[Array, "B H j d"]) -> Float[Array, "B H g i j"]:
-  return product("bhgid,bhjd->bhgij", q, k, like=q)
+def _scores(
+  q: Float[Array, "B H g i d"], k: Float[Array, "B H j d"], settings: Settings
+) -> Float[Array, "B H g i j"]:
+  return jnp.einsum("bhgid,bhjd->bhgij", q, k, precision=settings.precision)
 
 
-def _gather(weights: Float[Array, "B H g i j"], values: Values) -> Sums:
+def _gather(weights: Float[Array, "B H g i j"], values: Values, settings: Settings) -> Sums:
   return Sums(
-    product("bhgij,bhjv->bhgiv", weights, values.v, like=values.v),
+    jnp.einsum("bhgij,bhjv->bhgiv", weights, values.v, precision=settings.precision),
     exact_product("bhgij,bhju->bhgiu", weights, values.weight),
   )
 
 
-def _dweights(dsums: Sums, values: Values) -> Float[Array, "B H g i j"]:
+def _dweights(dsums: Sums, values: Values, settings: Settings) -> Float[Array, "B H g i j"]:
   """The cotangent of the weights, the transpose of `_gather`."""
-  towards_values = product("bhgiv,bhjv->bhgij", dsums.numerator, values.v, like=values.v)
+  towards_values = jnp.einsum("bhgiv,bhjv->bhgij", dsums.numerator, values.v, precision=settings.precision)
   return towards_values + dsums.denominator * jnp.swapaxes(values.weight, -1, -2)[:, :, None]
 
 
 def _undiscounted(v: Float[Array, "B H T dv"]) -> Values:
-  return Values(v, jnp.ones_like(v[..., :1], jnp.float32))
+  return Values(v, jnp.ones_like(v[..., :1]))
 
 
 def _discounts(G: Total) -> Float[Array, "B H 1 T T"]:

@@ -19,16 +19,8 @@ from jaxtyping import Array, Float
 from csympow import gates
 from csympow.forms import attention
 from csympow.forms.memory import Memory, Written, discounted, empty, inner, read, read_backward, write, write_backward
-from csympow.forms.spans import Inputs, Sums, for_each, item, normalised
+from csympow.forms.spans import Inputs, Settings, Sums, for_each, item, normalised
 from csympow.prefix import Total, prefix_sum
-
-
-class Sizes(NamedTuple):
-  """How the time axis is cut. A chunk is whole blocks and whole tiles, the sequence whole chunks."""
-
-  chunk: int  # tokens between two states
-  block: int  # tokens in a block of scores
-  tile: int  # tokens whose features are expanded at once
 
 
 class _Sequence(NamedTuple):
@@ -51,22 +43,21 @@ class _Saved(NamedTuple):
   final: Memory | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def attend(
   q: Float[Array, "B T H g d"],
   k: Float[Array, "B T H d"],
   v: Float[Array, "B T H dv"],
   log_gate: Float[Array, "B T H"],
   memory: Memory | None,
-  power: int,
-  sizes: Sizes,
+  settings: Settings,
   return_memory: bool,
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
   """Attends to `memory` and to the tokens up to each token; returns y in float32 and the memory after the last token.
 
-  Products round their operands to the dtype of v. T is a multiple of sizes.chunk.
+  All inputs are float32; T is a multiple of settings.chunk.
   """
-  return _forward(q, k, v, log_gate, memory, power, sizes, return_memory, save=False)[0]
+  return _forward(q, k, v, log_gate, memory, settings, return_memory, save=False)[0]
 
 
 def _forward(
@@ -75,30 +66,28 @@ def _forward(
   v: Float[Array, "B T H dv"],
   log_gate: Float[Array, "B T H"],
   memory: Memory | None,
-  power: int,
-  sizes: Sizes,
+  settings: Settings,
   return_memory: bool,
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved | None]:
-  # The scores and the gate's cotangent must see one and the same rounding of q and k.
-  sequence = _Sequence(q.astype(v.dtype), k.astype(v.dtype), v, prefix_sum(log_gate))
-  if q.shape[1] == sizes.chunk and memory is None and not return_memory:
-    sums = for_each(_time_first, attention.forward(_inputs(sequence), power, sizes.block))
+  sequence = _Sequence(q, k, v, prefix_sum(log_gate))
+  if q.shape[1] == settings.chunk and memory is None and not return_memory:
+    sums = for_each(_time_first, attention.forward(_inputs(sequence), settings))
     y = normalised(sums)
     return (y, None), _Saved(sequence, None, y, sums.denominator, None, None)
 
   def advance(memory: Memory, x: tuple[_Sequence, Total]) -> tuple[Memory, tuple[Array, Array, Memory | None]]:
     chunk, decay = _chunk(*x)
-    inside = attention.forward(chunk, power, sizes.block)
-    carried = read(memory, chunk.q, power, sizes.tile)
+    inside = attention.forward(chunk, settings)
+    carried = read(memory, chunk.q, settings)
     # In exact arithmetic no normaliser is negative; rounding can make it so where queries and keys are orthogonal.
     carried = carried._replace(denominator=jnp.maximum(carried.denominator, 0.0))
     sums = for_each(lambda near, far: near + decay.since_start[:, :, None] * far, inside, carried)
-    after = write(discounted(memory, decay.across), Written(chunk.k, chunk.v, decay.until_end), power, sizes.tile)
+    after = write(discounted(memory, decay.across), Written(chunk.k, chunk.v, decay.until_end), settings)
     return after, (_time_first(normalised(sums)), _time_first(sums.denominator), memory if save else None)
 
-  chunks = _cut(sequence, sizes.chunk)
-  initial = empty(k, v, power) if memory is None else memory
+  chunks = _cut(sequence, settings.chunk)
+  initial = empty(k, v, settings.power) if memory is None else memory
   final, (y, denominator, before) = lax.scan(advance, initial, (chunks, _total_before(chunks.G)))
   y, denominator = _join((y, denominator))
   last = final if return_memory else None
@@ -106,14 +95,14 @@ def _forward(
 
 
 def _backward(
-  power: int, sizes: Sizes, return_memory: bool, saved: _Saved, cotangents: tuple[Array, Memory | None]
+  settings: Settings, return_memory: bool, saved: _Saved, cotangents: tuple[Array, Memory | None]
 ) -> tuple[Array, Array, Array, Array, Memory | None]:
   dy, dfinal = cotangents
   dsums = _normalised_backward(dy, saved.y, saved.denominator)
   if saved.before is None:
     inputs = _inputs(saved.sequence)
-    gradients = attention.backward(inputs, for_each(_heads_first, dsums), power, sizes.block)
-    return *_finish(inputs, gradients, None, power), None
+    gradients = attention.backward(inputs, for_each(_heads_first, dsums), settings)
+    return *_finish(inputs, gradients, None, settings.power), None
 
   if dfinal is None or saved.final is None:
     dfinal, pull = for_each(jnp.zeros_like, item(saved.before, 0)), jnp.zeros_like(saved.sequence.G.hi[:, 0])
@@ -125,15 +114,15 @@ def _backward(
   ) -> tuple[tuple[Memory, Array], tuple[Array, Array, Array, Array]]:
     dafter, pull = carry
     (chunk, decay), dsum, before = _chunk(*x[0]), for_each(_heads_first, x[1]), x[2]
-    gradients = attention.backward(chunk, dsum, power, sizes.block)
-    dk, dv = write_backward(dafter, Written(chunk.k, chunk.v, decay.until_end), power, sizes.tile)
+    gradients = attention.backward(chunk, dsum, settings)
+    dk, dv = write_backward(dafter, Written(chunk.k, chunk.v, decay.until_end), settings)
     dsum = for_each(lambda x: x * decay.since_start[:, :, None], dsum)
     dbefore = discounted(dafter, decay.across)
-    dbefore, dq = read_backward(before, chunk.q, dsum, dbefore, power, sizes.tile)
+    dbefore, dq = read_backward(before, chunk.q, dsum, dbefore, settings)
     gradients = gradients._replace(q_far=gradients.q_far + dq, k_far=gradients.k_far + dk, v=gradients.v + dv)
-    return (dbefore, inner(dbefore, before)), _finish(chunk, gradients, pull, power)
+    return (dbefore, inner(dbefore, before)), _finish(chunk, gradients, pull, settings.power)
 
-  chunks, dsums = _cut((saved.sequence, dsums), sizes.chunk)
+  chunks, dsums = _cut((saved.sequence, dsums), settings.chunk)
   spans = ((chunks, _total_before(chunks.G)), dsums, saved.before)
   (dinitial, _), parts = lax.scan(retreat, (dfinal, pull), spans, reverse=True)
   return *_join(parts), None if saved.initial is None else dinitial
@@ -158,7 +147,7 @@ def _finish(
   return (
     _time_first(gradients.q_near + gradients.q_far),
     _time_first(gradients.k_near + gradients.k_far),
-    _time_first(gradients.v.astype(x.v.dtype)),
+    _time_first(gradients.v),
     dlog_gate if pull is None else dlog_gate + pull[:, None],
   )
 

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from csympow.features import symmetric_power
-from csympow.forms.spans import Sums, exact_product, for_each, merge, product, split
+from csympow.forms.spans import Settings, Sums, exact_product, for_each, merge, split
 
 
 class Memory(NamedTuple):
@@ -32,7 +32,7 @@ class Written(NamedTuple):
 
 def empty(k: Float[Array, "B T H d"], v: Float[Array, "B T H dv"], power: int) -> Memory:
   """A memory of zeros, made from the inputs so that it is sharded as they are."""
-  k, v = jnp.zeros_like(k[:, 0], jnp.float32), jnp.zeros_like(v[:, 0], jnp.float32)
+  k, v = jnp.zeros_like(k[:, 0]), jnp.zeros_like(v[:, 0])
   Z = symmetric_power(k, power)[..., None]
   return Memory(Z * v[:, :, None], Z)
 
@@ -47,67 +47,63 @@ def discounted(memory: Memory, discount: Float[Array, "B H 1 1"]) -> Memory:
   return Memory(memory.S * discount, memory.Z * discount)
 
 
-def read(memory: Memory, q: Float[Array, "B H g T d"], power: int, tile: int) -> Sums:
+def read(memory: Memory, q: Float[Array, "B H g T d"], settings: Settings) -> Sums:
   """S^T phi(q) and Z . phi(q)."""
 
   def read_tile(q: Float[Array, "B H g t d"]) -> Sums:
-    phi = _features(q, power)
+    phi = symmetric_power(q, settings.power)
     return Sums(
-      product("bhgtf,bhfv->bhgtv", phi, memory.S, like=q),
+      jnp.einsum("bhgtf,bhfv->bhgtv", phi, memory.S, precision=settings.precision),
       exact_product("bhgtf,bhfu->bhgtu", phi, memory.Z),
     )
 
-  return merge(lax.map(read_tile, split(q, tile)))
+  return merge(lax.map(read_tile, split(q, settings.tile)))
 
 
 def read_backward(
-  memory: Memory, q: Float[Array, "B H g T d"], dsums: Sums, dmemory: Memory, power: int, tile: int
+  memory: Memory, q: Float[Array, "B H g T d"], dsums: Sums, dmemory: Memory, settings: Settings
 ) -> tuple[Memory, Float[Array, "B H g T d"]]:
   """Adds the cotangent that reaches the memory through `read` to `dmemory`, and returns that of q."""
 
   def add_tile(total: Memory, x: tuple[Array, Sums]) -> tuple[Memory, Float[Array, "B H g t d"]]:
     q, dsum = x
-    phi, transpose = jax.vjp(lambda q: symmetric_power(q, power), q.astype(jnp.float32))
-    dphi = product("bhgtv,bhfv->bhgtf", dsum.numerator, memory.S, like=q)
+    phi, transpose = jax.vjp(lambda q: symmetric_power(q, settings.power), q)
+    dphi = jnp.einsum("bhgtv,bhfv->bhgtf", dsum.numerator, memory.S, precision=settings.precision)
     dphi += dsum.denominator * jnp.swapaxes(memory.Z, -1, -2)[:, :, None]
     added = Memory(
-      product("bhgtf,bhgtv->bhfv", phi, dsum.numerator, like=q),
+      jnp.einsum("bhgtf,bhgtv->bhfv", phi, dsum.numerator, precision=settings.precision),
       exact_product("bhgtf,bhgtu->bhfu", phi, dsum.denominator),
     )
     return for_each(jnp.add, total, added), transpose(dphi)[0]
 
-  dmemory, dq = lax.scan(add_tile, dmemory, split((q, dsums), tile))
+  dmemory, dq = lax.scan(add_tile, dmemory, split((q, dsums), settings.tile))
   return dmemory, merge(dq)
 
 
-def write(memory: Memory, x: Written, power: int, tile: int) -> Memory:
+def write(memory: Memory, x: Written, settings: Settings) -> Memory:
   """Adds phi(k) v^T and phi(k), discounted, of all tokens."""
 
   def add_tile(total: Memory, x: Written) -> tuple[Memory, None]:
-    phi = _features(x.k, power)
+    phi = symmetric_power(x.k, settings.power)
     added = Memory(
-      product("bhtf,bhtv->bhfv", phi, x.v * x.discount, like=x.v),
+      jnp.einsum("bhtf,bhtv->bhfv", phi, x.v * x.discount, precision=settings.precision),
       exact_product("bhtf,bhtu->bhfu", phi, x.discount),
     )
     return for_each(jnp.add, total, added), None
 
-  return lax.scan(add_tile, memory, split(x, tile))[0]
+  return lax.scan(add_tile, memory, split(x, settings.tile))[0]
 
 
 def write_backward(
-  dmemory: Memory, x: Written, power: int, tile: int
+  dmemory: Memory, x: Written, settings: Settings
 ) -> tuple[Float[Array, "B H T d"], Float[Array, "B H T dv"]]:
   """The cotangents of k and v through `write`; that of the discount follows from k's (see `chunked`)."""
 
   def transpose_tile(x: Written) -> tuple[Float[Array, "B H t d"], Float[Array, "B H t dv"]]:
-    phi, transpose = jax.vjp(lambda k: symmetric_power(k, power), x.k.astype(jnp.float32))
-    dphi = product("bhtv,bhfv->bhtf", x.v * x.discount, dmemory.S, like=x.v)
+    phi, transpose = jax.vjp(lambda k: symmetric_power(k, settings.power), x.k)
+    dphi = jnp.einsum("bhtv,bhfv->bhtf", x.v * x.discount, dmemory.S, precision=settings.precision)
     dphi += x.discount * jnp.swapaxes(dmemory.Z, -1, -2)
-    dv = product("bhtf,bhfv->bhtv", phi, dmemory.S, like=x.v) * x.discount
+    dv = jnp.einsum("bhtf,bhfv->bhtv", phi, dmemory.S, precision=settings.precision) * x.discount
     return transpose(dphi)[0], dv
 
-  return merge(lax.map(transpose_tile, split(x, tile)))
-
-
-def _features(x: Float[Array, "*lead d"], power: int) -> Float[Array, "*lead D"]:
-  return symmetric_power(x.astype(jnp.float32), power)
+  return merge(lax.map(transpose_tile, split(x, settings.tile)))

@@ -15,12 +15,22 @@ from csympow.prefix import Total
 
 
 class Inputs(NamedTuple):
-  """A span of tokens, or with a leading axis n a stack of spans; q and k in the dtype of v."""
+  """A span of tokens, or with a leading axis n a stack of spans."""
 
   q: Float[Array, "*n B H g T d"]
   k: Float[Array, "*n B H T d"]
   v: Float[Array, "*n B H T dv"]
   G: Total  # the running total of the log gates, *n B H T 1
+
+
+class Settings(NamedTuple):
+  """How a form computes: constants of the compiled program. A chunk is whole blocks and whole tiles."""
+
+  power: int
+  chunk: int  # tokens between two states
+  block: int  # tokens in a block of scores
+  tile: int  # tokens whose features are expanded at once
+  precision: str | None  # of matrix products, as jax.lax.Precision names it; None for the caller's default
 
 
 class Sums(NamedTuple):
@@ -50,14 +60,9 @@ def item(tree: Any, index: int | Array) -> Any:
   return for_each(lambda x: x[index], tree)
 
 
-def product(subscripts: str, *operands: Array, like: Array) -> Float[Array, "..."]:
-  """A matrix product whose operands are rounded to the dtype of `like` and whose result is float32."""
-  return jnp.einsum(subscripts, *(x.astype(like.dtype) for x in operands), preferred_element_type=jnp.float32)
-
-
 def exact_product(subscripts: str, *operands: Array) -> Float[Array, "..."]:
   """A product in full float32 on every device: the normaliser is a sum with cancellation."""
-  return jnp.einsum(subscripts, *operands, precision="highest", preferred_element_type=jnp.float32)
+  return jnp.einsum(subscripts, *operands, precision="highest")
 
 
 def normalised(sums: Sums) -> Float[Array, "*lead dv"]:
