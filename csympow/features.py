@@ -2,13 +2,15 @@
 
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+
+from csympow.checks import is_array, require, require_count, show, validated
 
 
 def feature_dim(head_dim: int, power: int) -> int:
@@ -16,14 +18,21 @@ def feature_dim(head_dim: int, power: int) -> int:
   return math.comb(head_dim + power - 1, power)
 
 
+def _check(given: Mapping[str, Any]) -> None:
+  x = given["x"]
+  fits = is_array(x) and len(x.shape) > 0 and x.shape[-1] > 0 and jnp.issubdtype(x.dtype, jnp.floating)
+  came = f"{show(x)} of {x.dtype}" if is_array(x) else type(x).__name__
+  require(fits, f"x must be a floating-point array [..., d] with d at least 1, got {came}")
+  require_count("power", given["power"])
+
+
+@validated(_check)
 def symmetric_power(x: Float[Array, "*lead d"], power: int) -> Float[Array, "*lead D"]:
   """The feature map phi with phi(x) . phi(y) = (x . y) ** power.
 
   One feature per multiset of `power` indices, weighted by the square root of its multinomial coefficient, so that
   D = C(d + power - 1, power) instead of d ** power. The multisets stand in lexicographic order.
   """
-  if isinstance(power, bool) or not isinstance(power, int) or power < 1:
-    raise ValueError(f"power must be a positive integer, got {power!r}")
   return _symmetric_power(x, power)
 
 
@@ -113,9 +122,7 @@ def _forward(x: Float[Array, "*lead d"], power: int) -> tuple[Float[Array, "*lea
   return _symmetric_power(x, power), x
 
 
-def _backward(
-  power: int, x: Float[Array, "*lead d"], dphi: Float[Array, "*lead D"]
-) -> tuple[Float[Array, "*lead d"]]:
+def _backward(power: int, x: Float[Array, "*lead d"], dphi: Float[Array, "*lead D"]) -> tuple[Float[Array, "*lead d"]]:
   position, coefficient = _derivative_table(x.shape[-1], power)
   rests = _monomials(x, power - 1)
   return (jnp.sum(dphi[..., position] * coefficient.astype(x.dtype) * rests[..., None], axis=-2),)

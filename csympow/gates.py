@@ -24,12 +24,11 @@ def effective_log_gate(
   starts: Bool[Array, "B T"] | None,
 ) -> Float[Array, "B T H"]:
   """The log gates with resets at new segments, none at padding, and nothing below RESET."""
-  log_gate = jnp.maximum(log_gate, RESET)
   if starts is not None:
     log_gate = jnp.where(starts[..., None], RESET, log_gate)
   if valid is not None:
     log_gate = jnp.where(valid[..., None], log_gate, 0.0)
-  return log_gate
+  return jnp.maximum(log_gate, RESET)
 
 
 class Decay(NamedTuple):

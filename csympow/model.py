@@ -27,7 +27,15 @@ from flax.typing import Dtype
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from csympow.nn import OPTIONS, Cache, ConformalAttention, check_array, check_cache, check_options, check_positive, checked
+from csympow.checks import require_count, validated
+from csympow.nn import (
+  OPTIONS,
+  Cache,
+  ConformalAttention,
+  check_array,
+  check_cache,
+  check_options,
+)
 from csympow.validation import DTYPES
 
 # What the backward pass finds stored of each layer, beside its input. "none": everything it needs. "dots": the results
@@ -88,9 +96,8 @@ class ModelConfig:
   param_dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    check_positive(
-      vocab_size=self.vocab_size, num_layers=self.num_layers, head_dim=self.head_dim, mlp_ratio=self.mlp_ratio
-    )
+    for name in ("vocab_size", "num_layers", "head_dim", "mlp_ratio"):
+      require_count(name, getattr(self, name))
     check_options(self.attention_options)
     if self.remat not in REMAT:
       raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {self.remat!r}")
@@ -202,21 +209,21 @@ class Transformer(nnx.Module):
     self.layers = _stacked_blocks(config, rngs)
     self.final_norm = _layer_norm(config, rngs)
 
-  @checked(_check_sequence)
+  @validated(_check_sequence)
   def __call__(
     self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
   ) -> Float[Array, "B T padded_vocab_size"]:
     """The logits of the token after each."""
     return self.logits(self.hidden(tokens, segment_ids))
 
-  @checked(_check_sequence)
+  @validated(_check_sequence)
   def hidden(
     self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
   ) -> Float[Array, "B T d_model"]:
     """All but the logits, which at a vocabulary of 50,000 are most of the memory: a loss can take them in chunks."""
     return self._hidden_and_gates(tokens, segment_ids, with_gates=False)[0]
 
-  @checked(_check_sequence)
+  @validated(_check_sequence)
   def gates(
     self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
   ) -> tuple[Float[Array, "layers B T H"] | None, Float[Array, "layers B T H"] | None]:
@@ -249,7 +256,7 @@ class Transformer(nnx.Module):
     cache = self.layers.attention.init_cache(batch, max_length, dtype)
     return type(cache)(*(jnp.broadcast_to(a, (layers, *a.shape)) for a in cache))
 
-  @checked(_check_sequence)
+  @validated(_check_sequence)
   def prefill(
     self, tokens: Int[Array, "B T"], cache: Cache, segment_ids: Int[Array, "B T"] | None = None
   ) -> tuple[Float[Array, "B T padded_vocab_size"], Cache]:
@@ -257,14 +264,14 @@ class Transformer(nnx.Module):
     hidden, cache = self.prefill_hidden(tokens, cache, segment_ids)
     return self.logits(hidden), cache
 
-  @checked(_check_sequence)
+  @validated(_check_sequence)
   def prefill_hidden(
     self, tokens: Int[Array, "B T"], cache: Cache, segment_ids: Int[Array, "B T"] | None = None
   ) -> tuple[Float[Array, "B T d_model"], Cache]:
     """`prefill` without the logits: of a long prompt only the last token's are wanted."""
     return self._extend(self._embed(tokens), cache, lambda block, x, cache: block.prefill(x, cache, segment_ids))
 
-  @checked(_check_token)
+  @validated(_check_token)
   def step(self, token: Int[Array, "B"], cache: Cache) -> tuple[Float[Array, "B padded_vocab_size"], Cache]:
     """Logits after one more token, and the new cache."""
     hidden, cache = self._extend(self._embed(token), cache, Block.step)

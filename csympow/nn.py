@@ -12,21 +12,20 @@ paper's four variants, which differ in nothing but what follows:
 """
 
 import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 import csympow
-from csympow.rotation import phases, rotate
-from csympow.segments import find_runs
+from csympow import softmax
+from csympow.checks import require_count, validated
+from csympow.softmax import KVCache
 from csympow.validation import FORMS, IMPLEMENTATIONS, check_chunk_size, check_power
 
 VARIANTS = ("softmax", "sympow", "sympow+gating", "conformal")
@@ -35,51 +34,7 @@ VARIANTS = ("softmax", "sympow", "sympow+gating", "conformal")
 _SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim")
 OPTIONS = (*_SIZES, "power", "variant", "max_length", "gate_offset", "form", "chunk_size", "implementation")
 
-# Scores of a head below which XLA's attention is the faster: on an H200, forward and backward of 8 rows and 12 heads of
-# 64 took XLA 47 us and cuDNN 152 us at T=128, 104 and 114 at 256, 356 and 130 at 512.
-_CUDNN_MIN_SCORES = 256 * 256
-
-
-class KVCache(NamedTuple):
-  """What softmax attention remembers: every key and value, in buffers of a fixed size.
-
-  Attributes:
-    k: the keys, rotated.
-    v: the values.
-    length: how many of the slots of each row are taken; rows may differ, since padding takes none.
-  """
-
-  k: Float[Array, "B S H d"]
-  v: Float[Array, "B S H d"]
-  length: Int[Array, "B"]
-
-
 Cache = csympow.State | KVCache
-
-
-def checked[**P, R](check: Callable[[Mapping[str, Any]], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-  """Runs `check` on a method's arguments first: its ValueErrors come before any look at shape types and before tracing."""
-
-  def decorate(method: Callable[P, R]) -> Callable[P, R]:
-    bind = inspect.signature(method).bind
-
-    @functools.wraps(method)
-    def checking(*args: P.args, **kwargs: P.kwargs) -> R:
-      call = bind(*args, **kwargs)
-      call.apply_defaults()
-      check(call.arguments)
-      return method(*args, **kwargs)
-
-    return checking
-
-  return decorate
-
-
-def check_positive(**sizes: object) -> None:
-  """Raises a ValueError unless every size is a positive integer."""
-  for name, size in sizes.items():
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-      raise ValueError(f"{name} must be a positive integer, got {size!r}")
 
 
 def check_array(name: str, array: Any, layout: tuple[str | int, ...], kind: Any) -> None:
@@ -93,19 +48,20 @@ def check_array(name: str, array: Any, layout: tuple[str | int, ...], kind: Any)
 
 def check_options(given: Mapping[str, Any]) -> None:
   """Raises a ValueError, in one line, for options of the layer that mean nothing, alone or together."""
-  check_positive(**{name: given[name] for name in ("d_model", "num_heads", "max_length")})
+  for name in ("d_model", "num_heads", "max_length"):
+    require_count(name, given[name])
   check_power(given["power"])
   check_chunk_size(given["chunk_size"])
   d_model, num_heads, num_kv_heads, head_dim = (given[name] for name in _SIZES)
   if num_kv_heads is not None:
-    check_positive(num_kv_heads=num_kv_heads)
+    require_count("num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:
       raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
   if head_dim is None:
     if d_model % num_heads:
       raise ValueError(f"num_heads must divide d_model={d_model} unless head_dim is given, got {num_heads}")
     head_dim = d_model // num_heads
-  check_positive(head_dim=head_dim)
+  require_count("head_dim", head_dim)
   if head_dim % 2:
     raise ValueError(f"head_dim must be even (rotations turn pairs of coordinates), got {head_dim}")
   offset = given["gate_offset"]
@@ -190,7 +146,7 @@ class ConformalAttention(nnx.Module):
     rngs: the random streams to initialise from.
   """
 
-  @checked(check_options)
+  @validated(check_options)
   def __init__(
     self,
     d_model: int,
@@ -250,7 +206,7 @@ class ConformalAttention(nnx.Module):
     beta = None if self.beta is None else 1 + jnp.tanh(self.beta(x))
     return log_gate, beta
 
-  @checked(_check_sequence)
+  @validated(_check_sequence)
   def __call__(
     self, x: Float[Array, "B T d_model"], segment_ids: Int[Array, "B T"] | None = None
   ) -> Float[Array, "B T d_model"]:
@@ -263,7 +219,7 @@ class ConformalAttention(nnx.Module):
     """
     q, k, v = self.query(x), self.key(x), self.value(x)
     if self.variant == "softmax":
-      return self.out(_softmax(q, k, v, self._rates(), segment_ids, self.implementation))
+      return self.out(softmax.attention(q, k, v, self._rates(), segment_ids, self.implementation))
     return self.out(csympow.attention(q, k, v, segment_ids=segment_ids, **self._gating(x), **self._how()))
 
   def init_cache(self, batch: int, max_length: int | None = None, dtype: Dtype | None = None) -> Cache:
@@ -276,7 +232,7 @@ class ConformalAttention(nnx.Module):
       dtype: what it is stored in. None: float32 for a state, since errors stay in it; for keys and values the layer's
         `dtype`.
     """
-    check_positive(batch=batch)
+    require_count("batch", batch)
     if self.variant != "softmax":
       state_dtype = jnp.float32 if dtype is None else dtype
       return csympow.init_state(
@@ -284,13 +240,13 @@ class ConformalAttention(nnx.Module):
       )
     if max_length is None:
       raise ValueError("max_length must be given for the cache of variant 'softmax', which keeps every key: got None")
-    check_positive(max_length=max_length)
+    require_count("max_length", max_length)
     if dtype is None:
       dtype = self.param_dtype if self.dtype is None else self.dtype
     shape = (batch, max_length, self.num_kv_heads, self.head_dim)
     return KVCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), length=jnp.zeros((batch,), jnp.int32))
 
-  @checked(_check_sequence)
+  @validated(_check_sequence)
   def prefill(
     self, x: Float[Array, "B T d_model"], cache: Cache, segment_ids: Int[Array, "B T"] | None = None
   ) -> tuple[Float[Array, "B T d_model"], Cache]:
@@ -302,17 +258,17 @@ class ConformalAttention(nnx.Module):
     """
     q, k, v = self.query(x), self.key(x), self.value(x)
     if isinstance(cache, KVCache):
-      y, cache = _softmax_prefill(q, k, v, cache, self._rates(), segment_ids, self.implementation)
+      y, cache = softmax.prefill(q, k, v, cache, self._rates(), segment_ids, self.implementation)
     else:
       y, cache = csympow.prefill(q, k, v, state=cache, segment_ids=segment_ids, **self._gating(x), **self._how())
     return self.out(y), cache
 
-  @checked(_check_token)
+  @validated(_check_token)
   def step(self, x: Float[Array, "B d_model"], cache: Cache) -> tuple[Float[Array, "B d_model"], Cache]:
     """Attends over one more token: `prefill` of a single token, without the time axis."""
     q, k, v = self.query(x), self.key(x), self.value(x)
     if isinstance(cache, KVCache):
-      y, cache = _softmax_step(q, k, v, cache, self._rates())
+      y, cache = softmax.step(q, k, v, cache, self._rates())
     else:
       y, cache = csympow.step(q, k, v, cache, power=self.power, **self._gating(x))
     return self.out(y), cache
@@ -331,131 +287,3 @@ class ConformalAttention(nnx.Module):
       "chunk_size": self.chunk_size,
       "implementation": self.implementation,
     }
-
-
-def _softmax(
-  q: Float[Array, "B T Hq d"],
-  k: Float[Array, "B T H d"],
-  v: Float[Array, "B T H d"],
-  rates: Float[Array, "r"],
-  segment_ids: Int[Array, "B T"] | None,
-  implementation: str | None,
-) -> Float[Array, "B T Hq d"]:
-  if segment_ids is None:
-    turns, _ = phases(jnp.ones((1, q.shape[1], 1)), rates)
-    return _dot_product(rotate(q, turns), rotate(k, turns), v, None, implementation)
-  valid, starts = find_runs(segment_ids)
-  turns, _ = phases(valid[..., None].astype(jnp.float32), rates, starts=starts)
-  mask = _same_run(jnp.cumsum(starts, axis=1), valid)
-  y = _dot_product(rotate(q, turns), rotate(k, turns), v, mask, implementation)
-  return jnp.where(valid[..., None, None], y, 0)
-
-
-def _softmax_prefill(
-  q: Float[Array, "B T Hq d"],
-  k: Float[Array, "B T H d"],
-  v: Float[Array, "B T H d"],
-  cache: KVCache,
-  rates: Float[Array, "r"],
-  segment_ids: Int[Array, "B T"] | None,
-  implementation: str | None,
-) -> tuple[Float[Array, "B T Hq d"], KVCache]:
-  slots = cache.k.shape[1]
-  if segment_ids is None:
-    segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
-  valid, starts = find_runs(segment_ids)
-  run = jnp.cumsum(starts, axis=1)  # run 0 is the cache's own
-  # Positions count on from the cache: as if its tokens had all been turned at the first one here.
-  beta = valid.astype(jnp.float32).at[:, 0].add(cache.length.astype(jnp.float32))
-  turns, _ = phases(beta[..., None], rates, starts=starts)
-  q, k = rotate(q, turns), rotate(k, turns)
-
-  taken = jnp.arange(slots) < cache.length[:, None]
-  mask = jnp.concatenate([(run == 0)[:, :, None] & taken[:, None, :], _same_run(run, valid)[:, 0]], axis=2)[:, None]
-  keys = jnp.concatenate([cache.k.astype(k.dtype), k], axis=1)
-  values = jnp.concatenate([cache.v.astype(v.dtype), v], axis=1)
-  y = jnp.where(valid[..., None, None], _dot_product(q, keys, values, mask, implementation), 0)
-
-  # The last run stays: after what is there if it is the cache's own, from slot 0 if not.
-  count = jnp.cumsum(valid, axis=1)
-  place = count - 1 - lax.cummax(jnp.where(starts, count - 1, 0), axis=1)
-  kept = valid & (run == run[:, -1:])
-  base = jnp.where(run[:, -1] == 0, cache.length, 0)
-  place = jnp.where(kept, base[:, None] + place, slots)
-  length = base + kept.sum(axis=1, dtype=jnp.int32)
-  cache = KVCache(k=_write(cache.k, place, k), v=_write(cache.v, place, v), length=length)
-  return _poison(y, cache), cache
-
-
-def _softmax_step(
-  q: Float[Array, "B Hq d"],
-  k: Float[Array, "B H d"],
-  v: Float[Array, "B H d"],
-  cache: KVCache,
-  rates: Float[Array, "r"],
-) -> tuple[Float[Array, "B Hq d"], KVCache]:
-  length = cache.length + 1
-  turns, _ = phases(length.astype(jnp.float32)[:, None, None], rates)
-  q, k, v = rotate(q[:, None], turns), rotate(k[:, None], turns), v[:, None]
-  place = cache.length[:, None]
-  cache = KVCache(k=_write(cache.k, place, k), v=_write(cache.v, place, v), length=length)
-  mask = jnp.arange(cache.k.shape[1]) < length[:, None, None, None]
-  # One query reads the cache once whatever computes it: XLA does that at the memory's speed, on every device.
-  y = _dot_product(q, cache.k.astype(q.dtype), cache.v.astype(q.dtype), mask, "xla")
-  return _poison(y, cache)[:, 0], cache
-
-
-def _same_run(run: Int[Array, "B T"], valid: Bool[Array, "B T"]) -> Bool[Array, "B 1 T T"]:
-  causal = jnp.tri(run.shape[1], dtype=bool)
-  return (causal & (run[:, :, None] == run[:, None, :]) & valid[:, None, :])[:, None]
-
-
-def _write(
-  buffer: Float[Array, "B S H d"], place: Int[Array, "B T"], new: Float[Array, "B T H d"]
-) -> Float[Array, "B S H d"]:
-  """Puts each token in its slot; a place beyond the last slot is dropped."""
-  rows = jnp.arange(buffer.shape[0])[:, None]
-  return buffer.at[rows, place].set(new.astype(buffer.dtype), mode="drop")
-
-
-def _poison(y: Float[Array, "B T H d"], cache: KVCache) -> Float[Array, "B T H d"]:
-  overflow = cache.length > cache.k.shape[1]
-  return jnp.where(overflow[:, None, None, None], jnp.nan, y)
-
-
-def _dot_product(
-  q: Float[Array, "B T Hq d"],
-  k: Float[Array, "B S H d"],
-  v: Float[Array, "B S H d"],
-  mask: Bool[Array, "B 1 T S"] | None,
-  implementation: str | None,
-) -> Float[Array, "B T Hq d"]:
-  """Softmax attention under a mask, or causal without one."""
-
-  def by(implementation: Literal["xla", "cudnn"]) -> Callable[[Array, Array, Array], Array]:
-    return functools.partial(
-      jax.nn.dot_product_attention, mask=mask, is_causal=mask is None, implementation=implementation
-    )
-
-  if implementation == "cudnn":
-    return by("cudnn")(q, k, v)
-  few = q.shape[1] * k.shape[1] < _CUDNN_MIN_SCORES
-  if implementation == "xla" or few or not _traces(by("cudnn"), q, k, v):
-    return by("xla")(q, k, v)
-  # Chosen when lowering, so that a program compiled here for another device is right. XLA removes the residuals of the
-  # branch that is not taken: the backward pass needs no more memory for the choice.
-  y: Array = lax.platform_dependent(q, k, v, cuda=by("cudnn"), default=by("xla"))
-  return y
-
-
-def _traces(attend: Callable[[Array, Array, Array], Array], q: Array, k: Array, v: Array) -> bool:
-  """Whether cuDNN takes these: what it does not support, or not being installed, it says while tracing."""
-  def both_passes(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
-    y, backward = jax.vjp(attend, q, k, v)
-    return tuple(backward(y))
-
-  try:
-    jax.eval_shape(both_passes, q, k, v)
-  except (NotImplementedError, RuntimeError):
-    return False
-  return True

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from csympow import cost, rotation, validation
+from csympow.checks import validated
 from csympow.features import feature_dim
 from csympow.forms import chunked, recurrent
 from csympow.forms.memory import Memory
@@ -35,7 +36,7 @@ class Explanation:
   reason: str
 
 
-@validation.validated(validation.check_sequence)
+@validated(validation.check_sequence)
 def attention(
   q: Float[Array, "B T Hq d"],
   k: Float[Array, "B T H d"],
@@ -79,7 +80,7 @@ def attention(
   return _run(inputs, plan, power, return_memory=False)[0]
 
 
-@validation.validated(validation.check_sequence)
+@validated(validation.check_sequence)
 def prefill(
   q: Float[Array, "B T Hq d"],
   k: Float[Array, "B T H d"],
@@ -108,7 +109,7 @@ def prefill(
   return y, _state(memory, inputs.phase, state)
 
 
-@validation.validated(validation.check_token)
+@validated(validation.check_token)
 def step(
   q: Float[Array, "B Hq d"],
   k: Float[Array, "B H d"],
@@ -128,7 +129,7 @@ def step(
   return y.reshape(q.shape[:-1] + v.shape[-1:]).astype(q.dtype), _state(memory, x.phase, state)
 
 
-@validation.validated(validation.check_new_state)
+@validated(validation.check_new_state)
 def init_state(
   batch: int, heads: int, head_dim: int, value_dim: int, power: int = 2, dtype: DTypeLike = jnp.float32
 ) -> State:
@@ -141,7 +142,7 @@ def init_state(
   )
 
 
-@validation.validated(validation.check_sequence)
+@validated(validation.check_sequence)
 def explain(
   q: Float[Array | jax.ShapeDtypeStruct, "B T Hq d"],
   k: Float[Array | jax.ShapeDtypeStruct, "B T H d"],
@@ -205,7 +206,11 @@ def _prepare(
   q, k, v, log_gate, beta, rates, segment_ids, state = _equally_varying(
     (q, k, v, log_gate, beta, rates, segment_ids, state)
   )
-  valid, starts = (None, None) if segment_ids is None else find_runs(segment_ids)
+  log_gate = jnp.zeros_like(k[..., 0], jnp.float32) if log_gate is None else log_gate
+  valid, starts = None, None
+  if segment_ids is not None:
+    valid, starts = find_runs(segment_ids)
+    q, k, v = (jnp.where(valid[..., None, None], x, 0) for x in (q, k, v))
   q = q.astype(jnp.float32).reshape(batch, time, heads, query_heads // heads, head_dim)
   q = q * (head_dim**-0.5 if scale is None else scale)
   k = k.astype(jnp.float32)
@@ -220,11 +225,6 @@ def _prepare(
     q, k = rotation.rotate(q, turns[..., None, :]), rotation.rotate(k, turns)
     phase = carried + jnp.zeros_like(phase)
 
-  log_gate = jnp.zeros_like(k[..., 0]) if log_gate is None else log_gate
-  if valid is not None:
-    q = jnp.where(valid[..., None, None, None], q, 0.0)
-    k = jnp.where(valid[..., None, None], k, 0.0)
-    v = jnp.where(valid[..., None, None], v, 0.0)
   return _Prepared(
     q=_unit(q),
     k=k,

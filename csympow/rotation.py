@@ -5,25 +5,36 @@ the same at every step, so phase_i = theta * (beta_1 + ... + beta_i): one runnin
 product reduced modulo a turn. Phases are in turns, not radians, for then the reduction is exact.
 """
 
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from csympow.checks import is_count, require, validated
 from csympow.prefix import Total, prefix_sum, two_sum
 
 
+def _check(given: Mapping[str, Any]) -> None:
+  head_dim, max_length = given["head_dim"], given["max_length"]
+  require(is_count(head_dim) and head_dim % 2 == 0, f"head_dim must be a positive even integer, got {head_dim!r}")
+  number = isinstance(max_length, numbers.Real) and not isinstance(max_length, bool)
+  fits = number and 1 <= max_length < math.inf
+  require(fits, f"max_length must be a finite number of tokens, at least 1, got {max_length!r}")
+
+
+@validated(_check)
 def rotary_rates(head_dim: int, max_length: int) -> Float[Array, "r"]:
   """The rates theta_j = 2 pi / N ** (2 (j - 1) / d), in radians per unit of beta.
 
   `max_length` is N, a constant of the model (its longest document) and not the length at hand: a model whose
   rates follow the length is another model at every length.
   """
-  if isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
-    raise ValueError(f"head_dim must be a positive even integer (coordinates turn in pairs), got {head_dim!r}")
-  if isinstance(max_length, bool) or not isinstance(max_length, int | float) or not 1 <= max_length < float("inf"):
-    raise ValueError(f"max_length must be a finite number of tokens, at least 1, got {max_length!r}")
   return jnp.asarray(2 * np.pi * float(max_length) ** (-np.arange(0, head_dim, 2) / head_dim), jnp.float32)
 
 
@@ -76,7 +87,7 @@ def _carried_over(start: Float[Array, "#B #H r"], turned: Total) -> Float[Array,
   units = (total.hi - jnp.floor(total.hi)) * _GRID
   whole = jnp.floor(units)
   rounded = whole + jnp.floor((units - whole) + (total.lo + turned.lo) * _GRID + _hashed(whole))
-  return (rounded - _GRID * jnp.floor(rounded / _GRID)) / _GRID
+  return jnp.where(turned.hi == 0, start, (rounded - _GRID * jnp.floor(rounded / _GRID)) / _GRID)
 
 
 def _hashed(units: Float[Array, "B H r"]) -> Float[Array, "B H r"]:
@@ -89,9 +100,7 @@ def _hashed(units: Float[Array, "B H r"]) -> Float[Array, "B H r"]:
 
 
 @jax.custom_vjp
-def _turns(
-  beta: Float[Array, "B T H"], rates: Float[Array, "r"], restarts: Bool[Array, "B T 1"] | None
-) -> Total:
+def _turns(beta: Float[Array, "B T H"], rates: Float[Array, "r"], restarts: Bool[Array, "B T 1"] | None) -> Total:
   """The phase turned through since the run's start, modulo 1, B T H r."""
   total = prefix_sum(beta, restarts)
   return _product_modulo_one(Total(total.hi[..., None], total.lo[..., None]), _cycles(rates))
@@ -106,9 +115,7 @@ def _turns_forward(
   return _turns(beta, rates, restarts), (beta, rates, restarts)
 
 
-def _turns_backward(
-  saved: _Saved, cotangents: Total
-) -> tuple[Float[Array, "B T H"], Float[Array, "r"], None]:
+def _turns_backward(saved: _Saved, cotangents: Total) -> tuple[Float[Array, "B T H"], Float[Array, "r"], None]:
   """The phase at i depends on beta_j for j <= i in the same run: a sum backwards that begins anew where a run ends."""
   beta, rates, restarts = saved
   dturns = cotangents.hi

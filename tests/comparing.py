@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import random
 
 import jax
 import jax.numpy as jnp
@@ -51,19 +52,18 @@ class Case:
 
 
 def covering(**levels):
-  """Cases that between them hold every pair of levels of any two factors; each level is a dict of Case fields."""
+  """Few cases that between them hold every pair of levels of any two factors; each level is a dict of Case fields."""
   names = list(levels)
   rows = list(itertools.product(*(range(len(levels[name])) for name in names)))
+  random.Random(10).shuffle(rows)  # a seed whose order makes few rows suffice
   pairs = {row: {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(names)), 2)} for row in rows}
   missing = set().union(*pairs.values())
   cases = []
   while missing:
     best = max(rows, key=lambda row: len(pairs[row] & missing))
     missing -= pairs[best]
-    fields = {}
-    for name, level in zip(names, best, strict=True):
-      fields |= levels[name][level]
-    cases.append(Case(**fields))
+    chosen = [levels[name][level] for name, level in zip(names, best, strict=True)]
+    cases.append(Case(**dict(itertools.chain.from_iterable(level.items() for level in chosen))))
   return cases
 
 

@@ -49,7 +49,8 @@ def rotate(x, angles):
   """R(angles) x: the pair (x_1, x_2) turns by the first angle, (x_3, x_4) by the second, and so on."""
   a, b = x[..., 0::2], x[..., 1::2]
   cos, sin = jnp.cos(angles), jnp.sin(angles)
-  return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
+  pairs = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1)
+  return pairs.reshape(*pairs.shape[:-2], -1)
 
 
 def divide(numerator, normaliser):

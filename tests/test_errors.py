@@ -21,6 +21,7 @@ def good():
 
 
 RATES = ones(d // 2)
+EMPTY = r"\b(1|one)\b|positive|non-empty"
 
 # name: (arguments that replace good ones, the argument at fault, what came, what fits), the last two as patterns.
 # A pattern of a shape accepts it as a tuple or in words with the numbers in that order.
@@ -55,12 +56,12 @@ BAD = {
   "v of other heads": ({"v": ones(B, T, 2 * H, dv)}, "v", "4", "2"),
   "query heads not a multiple": ({"q": ones(B, T, 3, d)}, "q", "3", "2"),
   "fewer query heads than key heads": ({"q": ones(B, T, 1, d)}, "q", "1", "2"),
-  "no batch": ({n: ones(0, T, H, d) for n in "qkv"}, "q", "0", "1|positive|least|empty"),
-  "no time": ({n: ones(B, 0, H, d) for n in "qkv"}, "q", "0", "1|positive|least|empty"),
-  "no heads": ({n: ones(B, T, 0, d) for n in "qkv"}, "q|k", "0", "1|positive|least|empty"),
-  "no query heads": ({"q": ones(B, T, 0, d)}, "q", "0", "1|positive|least|empty"),
-  "no head dim": ({n: ones(B, T, H, 0) for n in "qk"}, "q", "0", "1|positive|least|empty"),
-  "no value dim": ({"v": ones(B, T, H, 0)}, "v", "0", "1|positive|least|empty"),
+  "no batch": ({n: ones(0, T, H, d) for n in "qkv"}, "q", "0", EMPTY),
+  "no time": ({n: ones(B, 0, H, d) for n in "qkv"}, "q", "0", EMPTY),
+  "no heads": ({n: ones(B, T, 0, d) for n in "qkv"}, "q|k", "0", EMPTY),
+  "no query heads": ({"q": ones(B, T, 0, d)}, "q", "0", EMPTY),
+  "no head dim": ({n: ones(B, T, H, 0) for n in "qk"}, "q", "0", EMPTY),
+  "no value dim": ({"v": ones(B, T, H, 0)}, "v", "0", EMPTY),
   "log_gate bfloat16": ({"log_gate": ones(B, T, H, dtype=jnp.bfloat16)}, "log_gate", "bfloat16", "float32"),
   "log_gate a float": ({"log_gate": -0.1}, "log_gate", "float|-0.1", "array"),
   "log_gate per query head": ({"log_gate": ones(B, T, 2 * H)}, "log_gate", r"\(2, 5, 4\)", r"2\D+5\D+2"),
@@ -70,19 +71,19 @@ BAD = {
   "beta of another shape": ({"rates": RATES, "beta": ones(B, H, T)}, "beta", r"\(2, 2, 5\)", r"2\D+5\D+2"),
   "beta without rates": ({"beta": ones(B, T, H)}, "beta", "rates", "rates"),
   "rates of another length": ({"rates": ones(d)}, "rates", r"\(4,\)", "2"),
-  "rates of rank 2": ({"rates": ones(1, d // 2)}, "rates", r"\(1, 2\)", r"\(2,\)"),
+  "rates of rank 2": ({"rates": ones(1, d // 2)}, "rates", r"\(1, 2\)", r"d/2|\(2,\)"),
   "rates a list": ({"rates": [1.0, 0.1]}, "rates", "list", "array"),
-  "rates integer": ({"rates": ones(d // 2, dtype=jnp.int32)}, "rates", "int32", "float32"),
+  "rates integer": ({"rates": ones(d // 2, dtype=jnp.int32)}, "rates", "int32", "float"),
   "odd head dim with rates": (
     {"q": ones(B, T, H, 3), "k": ones(B, T, H, 3), "rates": ones(1)}, "rates|head|d|q", "3", "even"
   ),
   "segment_ids float": ({"segment_ids": ones(B, T)}, "segment_ids", "float32", "int"),
   "segment_ids bool": ({"segment_ids": ones(B, T, dtype=bool)}, "segment_ids", "bool", "int"),
   "segment_ids of another shape": (
-    {"segment_ids": ones(T, dtype=jnp.int32)}, "segment_ids", r"\(5,\)", r"2\D+5"
+    {"segment_ids": ones(T, dtype=jnp.int32)}, "segment_ids", r"\(5,\)", r"B\W+T\b|2\D+5"
   ),
   "segment_ids per head": (
-    {"segment_ids": ones(B, T, H, dtype=jnp.int32)}, "segment_ids", r"\(2, 5, 2\)", r"2\D+5"
+    {"segment_ids": ones(B, T, H, dtype=jnp.int32)}, "segment_ids", r"\(2, 5, 2\)", r"B\W+T\b|2\D+5"
   ),
   "segment_ids a list": ({"segment_ids": [[0] * T] * B}, "segment_ids", "list", "array"),
   "form unknown": ({"form": "quadratic"}, "form", "'quadratic'", "'?auto.*attention.*chunked.*recurrent"),
@@ -137,7 +138,7 @@ BAD_STATES = {
   "S integer": (lambda: with_leaf("S", lambda a: a.astype(jnp.int32)), "int32", "float32"),
   "S bfloat16 but Z float32": (lambda: with_leaf("S", lambda a: a.astype(jnp.bfloat16)), "bfloat16", "float32"),
   "phase bfloat16": (lambda: with_leaf("phase", lambda a: a.astype(jnp.bfloat16)), "bfloat16", "float32"),
-  "Z without its last axis": (lambda: with_leaf("Z", lambda a: a[..., 0]), r"\(2, 2\)", "10"),
+  "Z without its last axis": (lambda: with_leaf("Z", lambda a: a[..., 0]), r"\(2, 2\)", r"B\W+H\W+D\b|10"),
   "phase per dimension": (lambda: with_leaf("phase", lambda a: jnp.ones((B, H, d))), r"\(2, 2, 4\)", r"2\D+2\D+2"),
   "a tuple": (lambda: tuple(state()), "tuple", "State"),
   "an array": (lambda: ones(B, H, 10, dv), "Array", "State"),
@@ -157,7 +158,7 @@ def test_a_step_needs_a_state():
 
 BAD_STEPS = {
   "a time axis": ({"q": ones(B, 1, 2 * H, d)}, "q", r"\(2, 1, 4, 4\)", "heads|H"),
-  "log_gate with a time axis": ({"log_gate": ones(B, 1, H)}, "log_gate", r"\(2, 1, 2\)", r"2\D+2"),
+  "log_gate with a time axis": ({"log_gate": ones(B, 1, H)}, "log_gate", r"\(2, 1, 2\)", r"B\W+H\b"),
   "log_gate bfloat16": ({"log_gate": ones(B, H, dtype=jnp.bfloat16)}, "log_gate", "bfloat16", "float32"),
   "beta without rates": ({"beta": ones(B, H)}, "beta", "rates", "rates"),
   "beta per query head": ({"rates": RATES, "beta": ones(B, 2 * H)}, "beta", r"\(2, 4\)", r"2\D+2"),
@@ -222,7 +223,7 @@ def test_the_xla_implementation_is_obeyed():
 
 def test_errors_come_under_jit_and_grad_as_they_do_without():
   x = good()
-  for transform in (jax.jit, jax.vmap, jax.checkpoint):
+  for transform in (jax.jit, jax.checkpoint):
     with pytest.raises(ValueError, match=r"\bpower\b.*\b3\b"):
       transform(lambda q: csympow.attention(q, x["k"], x["v"], power=3))(x["q"])
   with pytest.raises(ValueError, match=r"\blog_gate\b"):

@@ -13,9 +13,9 @@ from tests.comparing import FORMS, FULL, forward, inputs
 @pytest.mark.parametrize("form", FORMS)
 def test_no_gate_is_a_log_gate_of_zero(form):
   x, rest = inputs(FULL)
-  zero = x | {"log_gate": jnp.zeros_like(x["log_gate"])}
+  zero = comparing.full_results(x | {"log_gate": jnp.zeros_like(x["log_gate"])}, rest, form)
   x.pop("log_gate")
-  comparing.assert_results_close(forward(x, rest, form=form), forward(zero, rest, form=form), 1e-6)
+  comparing.assert_results_close(forward(x, rest, form=form), zero, 1e-6)
 
 
 RESETS = {
@@ -41,9 +41,12 @@ def one_segment(x, rest):
 @pytest.mark.parametrize("pattern", RESETS)
 def test_closed_gates_are_clean_resets_forward_and_backward(pattern, form):
   x, rest = one_segment(*inputs(FULL))
-  x |= {"log_gate": RESETS[pattern](x["log_gate"])}
-  exact = comparing.reference_results(x, rest, comparing.cotangents(FULL))
-  comparing.assert_results_close(comparing.full_results(x, rest, form), exact, 1e-5)
+  gated = x | {"log_gate": RESETS[pattern](x["log_gate"])}
+  exact, unfaded = (comparing.reference_results(x, rest, comparing.cotangents(FULL)) for x in (gated, x))
+  # Where all but the newest token has faded, so have the gradients to q and log_gate: they are differences of numbers
+  # of the size that the same gradients have with open gates, and can only be as exact as those.
+  size = unfaded if pattern == "-9 always" else None
+  comparing.assert_results_close(comparing.full_results(gated, rest, form), exact, 1e-5, size)
 
 
 @pytest.mark.parametrize("value", [-jnp.inf, -128.0, -1e30])
@@ -60,22 +63,16 @@ def test_a_closed_gate_forgets_exactly_what_came_before_but_not_the_phase(form, 
   np.testing.assert_array_equal(a["phase"], open_gate["phase"])
 
 
-def long_inputs(T, d=4):
-  rng = np.random.default_rng(T)
-  return tuple(jnp.asarray(a, jnp.float32) for a in rng.normal(size=(3, 1, T, 1, d)))
-
-
 @pytest.mark.parametrize(("form", "T"), [("chunked", 65_536), ("recurrent", 65_536), ("attention", 8_192)])
 @pytest.mark.parametrize("log_gate", [0.0, -1e-4, -0.1])
 def test_a_constant_gate_does_not_drift_over_a_long_sequence(form, T, log_gate):
   """-0.1 for 65,536 steps: a float32 running sum of logs would be off by 1e-4 at the end. 0: nothing may fade."""
-  q, k, v = long_inputs(T)
+  q, k, v = np.random.default_rng(T).normal(size=(3, 1, T, 1, 4))
+  q, k, v = (jnp.asarray(a, jnp.float32) for a in (q, k, v + 1))  # a mean of 1: what is averaged must not cancel to 0
   gates = jnp.full((1, T, 1), log_gate)
   exact, state = comparing.reference_prefill(q, k, v, log_gate=gates)
   y, got = jax.jit(lambda *a: csympow.prefill(*a[:3], log_gate=a[3], form=form))(q, k, v, gates)
-  # Recurrent: one rounding of the state per token that is still remembered, in float32.
-  tolerance = 1e-5 if form != "recurrent" or log_gate else 1e-4
   tail = slice(-T // 8, None)
-  assert comparing.relative_rmse(y[:, tail], exact[:, tail]) < tolerance
-  assert comparing.relative_rmse(got.S, state.S) < tolerance
-  assert comparing.relative_rmse(got.Z, state.Z) < tolerance
+  assert comparing.relative_rmse(y[:, tail], exact[:, tail]) < 1e-5
+  assert comparing.relative_rmse(got.S, state.S) < 1e-5
+  assert comparing.relative_rmse(got.Z, state.Z) < 1e-5

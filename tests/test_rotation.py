@@ -40,7 +40,7 @@ def test_adjacent_pairs_turn_counterclockwise_each_by_its_own_angle():
 @pytest.mark.parametrize("form", comparing.FORMS)
 def test_the_phase_is_in_turns_in_float32_and_below_one(form):
   x, rest = inputs(FULL)
-  phase = forward(x, {"rates": rest["rates"]}, form=form)["phase"]
+  phase = comparing.full_results(x, rest | {"segment_ids": 0 * rest["segment_ids"]}, form)["phase"]
   assert phase.dtype == jnp.float32
   assert jnp.all((phase >= 0) & (phase < 1))
   turns = np.asarray(x["phase"]) + comparing.float64(x["beta"]).sum(1)[..., None] * rest["rates"] / (2 * np.pi)
@@ -51,11 +51,10 @@ def test_the_phase_is_in_turns_in_float32_and_below_one(form):
 def test_no_beta_is_a_beta_of_one_and_a_beta_of_zero_is_no_rotation(form):
   x, rest = inputs(FULL)
   x["phase"] = jnp.zeros_like(x["phase"])
-  betas = {value: x | {"beta": jnp.full_like(x["beta"], value)} for value in (0.0, 1.0)}
+  zero, one = (comparing.full_results(x | {"beta": jnp.full_like(x["beta"], b)}, rest, form)["y"] for b in (0.0, 1.0))
   x.pop("beta")
-  ids = {"segment_ids": rest["segment_ids"]}
-  assert relative_rmse(forward(x, rest, form=form)["y"], forward(betas[1.0], rest, form=form)["y"]) < 1e-6
-  assert relative_rmse(forward(x, ids, form=form)["y"], forward(betas[0.0], rest, form=form)["y"]) < 1e-6
+  assert relative_rmse(forward(x, rest, form=form)["y"], one) < 1e-6
+  assert relative_rmse(forward(x, {"segment_ids": rest["segment_ids"]}, form=form)["y"], zero) < 1e-6
 
 
 @pytest.mark.parametrize("form", comparing.FORMS)

@@ -114,9 +114,7 @@ def _diagonal_backward(x: Inputs, dsums: Sums, settings: Settings) -> Gradients:
   )
 
 
-def _scores(
-  q: Float[Array, "B H g i d"], k: Float[Array, "B H j d"], settings: Settings
-) -> Float[Array, "B H g i j"]:
+def _scores(q: Float[Array, "B H g i d"], k: Float[Array, "B H j d"], settings: Settings) -> Float[Array, "B H g i j"]:
   return jnp.einsum("bhgid,bhjd->bhgij", q, k, precision=settings.precision)
 
 
