@@ -1,14 +1,21 @@
-# `make test` on a machine with nothing but Python >= 3.12: makes .venv, installs the project, runs the checks.
+# On a machine with nothing but Python >= 3.12, each command makes .venv and installs the project first.
 SHELL := bash
 VENV := .venv
 STAMP := $(VENV)/.installed-test
 
-.PHONY: test lint clean
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: test lint bench clean
 test: lint
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
+bench: $(STAMP)
+	$(VENV)/bin/python benchmarks/forms.py $(BENCH_ARGS)
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
 $(STAMP): pyproject.toml

@@ -28,7 +28,7 @@ class Device:
 
 DEVICES = {
   "cpu": Device(flops=4e10, bandwidth=8e9, latency=2e-5, block=256),
-  "gpu": Device(flops=3e14, bandwidth=2e12, latency=5e-5, block=1024),
+  "gpu": Device(flops=2e14, bandwidth=2e12, latency=5e-6, block=1024),
   "tpu": Device(flops=1e14, bandwidth=8e11, latency=5e-6, block=1024),
 }
 

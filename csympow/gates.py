@@ -32,17 +32,17 @@ def effective_log_gate(
 
 
 class Decay(NamedTuple):
-  """The discounts of a span of tokens: every exponent is <= 0."""
+  """The discounts of a span of tokens, and the logarithm of the one over the whole span."""
 
   since_start: Float[Array, "*n B H T 1"]  # from the token before the span to each token
   until_end: Float[Array, "*n B H T 1"]  # from each token to the span's last
-  across: Float[Array, "*n B H 1 1"]  # the product of both at any token: over the whole span
+  log_across: Float[Array, "*n B H 1 1"]
 
 
 def decay(G: Total, before: Total) -> Decay:
   """The discounts within a span, from the totals at its tokens (*n B H T 1) and the one just before it (*n B H 1 1)."""
   end = last(G)
-  return Decay(jnp.exp(G - before), jnp.exp(end - G), jnp.exp(end - before))
+  return Decay(jnp.exp(G - before), jnp.exp(end - G), end - before)
 
 
 def last(G: Total) -> Total:

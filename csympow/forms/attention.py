@@ -56,7 +56,7 @@ def forward(inputs: Inputs, settings: Settings) -> Sums:
 
   def add_pair(far: Sums, pair: Int[Array, "2"]) -> tuple[Sums, None]:
     i, j = pair
-    found = _gather(_scores(blocks.q[i], blocks.k[j], settings) ** settings.power, item(values, j), settings)
+    found = _gather(_scores(blocks.q[i], blocks.k[j]) ** settings.power, item(values, j), settings)
     return for_each(lambda total, new: total.at[i].add(between(i, j) * new), far, found), None
 
   far, _ = lax.scan(add_pair, for_each(jnp.zeros_like, near), _pairs_below_diagonal(len(blocks.q)))
@@ -77,7 +77,7 @@ def backward(inputs: Inputs, dsums: Sums, settings: Settings) -> Gradients:
   def add_pair(totals: tuple[Array, Array, Array], pair: Int[Array, "2"]) -> tuple[tuple[Array, Array, Array], None]:
     i, j = pair
     q, k, dsum = blocks.q[i], blocks.k[j], item(dsums, i)
-    scores = _scores(q, k, settings)
+    scores = _scores(q, k)
     slopes = scores ** (settings.power - 1) * between(i, j)
     dscores = settings.power * slopes * _dweights(dsum, item(values, j), settings)
     dq, dk, dv = totals
@@ -94,11 +94,11 @@ def backward(inputs: Inputs, dsums: Sums, settings: Settings) -> Gradients:
 
 def _diagonal(x: Inputs, settings: Settings) -> Sums:
   """The sums within one block, gates pair by pair."""
-  return _gather(_scores(x.q, x.k, settings) ** settings.power * _discounts(x.G), _undiscounted(x.v), settings)
+  return _gather(_scores(x.q, x.k) ** settings.power * _discounts(x.G), _undiscounted(x.v), settings)
 
 
 def _diagonal_backward(x: Inputs, dsums: Sums, settings: Settings) -> Gradients:
-  scores = _scores(x.q, x.k, settings)
+  scores = _scores(x.q, x.k)
   slopes = scores ** (settings.power - 1) * _discounts(x.G)
   weights = slopes * scores
   dweights = _dweights(dsums, _undiscounted(x.v), settings)
@@ -114,8 +114,9 @@ def _diagonal_backward(x: Inputs, dsums: Sums, settings: Settings) -> Gradients:
   )
 
 
-def _scores(q: Float[Array, "B H g i d"], k: Float[Array, "B H j d"], settings: Settings) -> Float[Array, "B H g i j"]:
-  return jnp.einsum("bhgid,bhjd->bhgij", q, k, precision=settings.precision)
+def _scores(q: Float[Array, "B H g i d"], k: Float[Array, "B H j d"]) -> Float[Array, "B H g i j"]:
+  """Exact, because the power multiplies a score's relative error."""
+  return exact_product("bhgid,bhjd->bhgij", q, k)
 
 
 def _gather(weights: Float[Array, "B H g i j"], values: Values, settings: Settings) -> Sums:

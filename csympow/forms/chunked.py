@@ -83,7 +83,7 @@ def _forward(
     # In exact arithmetic no normaliser is negative; rounding can make it so where queries and keys are orthogonal.
     carried = carried._replace(denominator=jnp.maximum(carried.denominator, 0.0))
     sums = for_each(lambda near, far: near + decay.since_start[:, :, None] * far, inside, carried)
-    after = write(discounted(memory, decay.across), Written(chunk.k, chunk.v, decay.until_end), settings)
+    after = write(discounted(memory, decay.log_across), Written(chunk.k, chunk.v, decay.until_end), settings)
     return after, (_time_first(normalised(sums)), _time_first(sums.denominator), memory if save else None)
 
   chunks = _cut(sequence, settings.chunk)
@@ -117,7 +117,7 @@ def _backward(
     gradients = attention.backward(chunk, dsum, settings)
     dk, dv = write_backward(dafter, Written(chunk.k, chunk.v, decay.until_end), settings)
     dsum = for_each(lambda x: x * decay.since_start[:, :, None], dsum)
-    dbefore = discounted(dafter, decay.across)
+    dbefore = discounted(dafter, decay.log_across)
     dbefore, dq = read_backward(before, chunk.q, dsum, dbefore, settings)
     gradients = gradients._replace(q_far=gradients.q_far + dq, k_far=gradients.k_far + dk, v=gradients.v + dv)
     return (dbefore, inner(dbefore, before)), _finish(chunk, gradients, pull, settings.power)

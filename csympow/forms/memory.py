@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from csympow.features import symmetric_power
+from csympow.features import feature_dim, symmetric_power
 from csympow.forms.spans import Settings, Sums, exact_product, for_each, merge, split
 
 
@@ -32,9 +32,9 @@ class Written(NamedTuple):
 
 def empty(k: Float[Array, "B T H d"], v: Float[Array, "B T H dv"], power: int) -> Memory:
   """A memory of zeros, made from the inputs so that it is sharded as they are."""
-  k, v = jnp.zeros_like(k[:, 0]), jnp.zeros_like(v[:, 0])
-  Z = symmetric_power(k, power)[..., None]
-  return Memory(Z * v[:, :, None], Z)
+  (batch, _, heads, head_dim), value_dim = k.shape, v.shape[-1]
+  lead, zero = (batch, heads, feature_dim(head_dim, power)), jnp.zeros_like(k[:, 0, :, :1])[..., None]
+  return Memory(jnp.broadcast_to(zero, (*lead, value_dim)), jnp.broadcast_to(zero, (*lead, 1)))
 
 
 def inner(a: Memory, b: Memory) -> Float[Array, "B H"]:
@@ -42,9 +42,14 @@ def inner(a: Memory, b: Memory) -> Float[Array, "B H"]:
   return exact_product("bhfv,bhfv->bh", a.S, b.S) + exact_product("bhfu,bhfu->bh", a.Z, b.Z)
 
 
-def discounted(memory: Memory, discount: Float[Array, "B H 1 1"]) -> Memory:
-  """The memory after tokens whose gates multiply to `discount`."""
-  return Memory(memory.S * discount, memory.Z * discount)
+def discounted(memory: Memory, log_discount: Float[Array, "B H 1 1"]) -> Memory:
+  """The memory after tokens whose log gates sum to `log_discount`.
+
+  What is lost is subtracted: near 1 the discount itself rounds to another one, and over the many steps that such a
+  memory lasts, the difference adds up. A reset still leaves exactly 0.
+  """
+  loss = jnp.expm1(log_discount)
+  return Memory(memory.S + memory.S * loss, memory.Z + memory.Z * loss)
 
 
 def read(memory: Memory, q: Float[Array, "B H g T d"], settings: Settings) -> Sums:

@@ -23,8 +23,7 @@ def step(
   The query meets its own key directly, (q . k) ** p, and the older ones through the state: where there are few of
   those, features lose digits to cancellation that the product does not.
   """
-  gamma, v = jnp.exp(log_gate)[..., None, None], v[..., None, :]
-  older = discounted(memory, gamma)
+  older, v = discounted(memory, log_gate[..., None, None]), v[..., None, :]
   phi_k, phi_q = symmetric_power(k, power)[..., None], symmetric_power(q, power)
   own_weight = exact_product("bhgd,bhd->bhg", q, k)[..., None] ** power
   sums = Sums(
