@@ -4,9 +4,10 @@
     python benchmarks/forms.py --tokens=65536 --heads=12 --dtype=bfloat16 --lengths=1024,4096,16384,65536     # one GPU
 
 Each line gives the median over the repeats (and the 20th and 80th percentile) of the forward pass and of forward and
-backward together, the compiler's count of temporary memory, the ratio of softmax's time to this one's, and the time
-that the cost model of `form="auto"` expects. All inputs are random, gated and rotated; before anything is timed each
-form is compared with the recurrence at a short length.
+backward together, the compiler's count of the latter's temporary memory, softmax's time over this one's (forward, and
+forward+backward: above 1 is faster than softmax), and the forward time that the cost model of `form="auto"` expects.
+All inputs are random, gated and rotated; before anything is timed each form is compared with the recurrence at a short
+length.
 """
 
 import argparse
@@ -96,6 +97,9 @@ def main() -> None:
   parser.add_argument("--no_softmax", action="store_true")
   parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the table")
   args = parser.parse_args()
+  lengths = [int(length) for length in args.lengths.split(",")]
+  if max(lengths) > args.tokens:
+    parser.error(f"--tokens={args.tokens} is less than the length {max(lengths)}; every batch needs a sequence")
   device = jax.devices()[0]
   print(f"{device.device_kind} ({device.platform}), jax {jax.__version__}, Python {platform.python_version()}")
   print(f"{args.tokens} tokens, {args.heads} heads of {args.dim}, power {args.power}, {args.dtype}, gated and rotated")
@@ -105,10 +109,10 @@ def main() -> None:
     print(f"{form}: relative error {error:.1e}")
     if not error < (5e-3 if args.dtype != "float32" or device.platform != "cpu" else 1e-5):
       raise SystemExit(f"{form} is wrong; nothing was timed")
-  heads = ("T", "form", "chunk", "fwd ms", "fwd+bwd ms", "MiB", "speed-up", "model ms")
+  heads = ("T", "form", "chunk", "fwd ms", "fwd+bwd ms", "MiB", "vs softmax", "model ms")
   print(LINE.format(*heads))
   rows = []
-  for length in map(int, args.lengths.split(",")):
+  for length in lengths:
     arrays = inputs(args.tokens // length, length, args.heads, args.dim, args.dtype)
     softmax = None
     if not args.no_softmax:

@@ -43,13 +43,13 @@ def require(condition: bool, message: str) -> None:
 
 def require_count(name: str, value: Any, kind: str = "positive integer") -> None:
   """A Python or NumPy integer of at least 1."""
-  require(is_count(value), f"{name} must be a {kind}, got {value!r}")
+  require(is_count(value), f"{name} must be a {kind}, got {came(value)}")
 
 
 def require_array(name: str, array: Any, layout: str, shape: tuple[int, ...] | None = None) -> None:
   """An array of as many axes as the layout names, and of `shape` if that is known."""
   wanted = f"[{layout}]" if shape is None else f"[{layout}] = {shape}"
-  require(is_array(array), f"{name} must be an array of shape {wanted}, got {type(array).__name__}")
+  require(is_array(array), f"{name} must be an array of shape {wanted}, got {came(array)}")
   fits = len(array.shape) == len(layout.split(",")) if shape is None else tuple(array.shape) == shape
   require(fits, f"{name} must have shape {wanted}, got {show(array)}")
 
@@ -57,7 +57,7 @@ def require_array(name: str, array: Any, layout: str, shape: tuple[int, ...] | N
 def require_word(name: str, word: Any, words: tuple[str | None, ...]) -> None:
   """One of a few words."""
   known = word is None or isinstance(word, str)
-  require(known and word in words, f"{name} must be one of {', '.join(map(repr, words))}, got {word!r}")
+  require(known and word in words, f"{name} must be one of {', '.join(map(repr, words))}, got {came(word)}")
 
 
 def is_array(x: Any) -> bool:
@@ -68,6 +68,14 @@ def is_array(x: Any) -> bool:
 def is_count(x: Any) -> bool:
   """Whether x is a positive integer, and no boolean."""
   return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x > 0)
+
+
+def came(x: Any) -> str:
+  """What a caller gave, in a few words."""
+  if is_array(x):
+    return f"an array {show(x)} of {x.dtype}"
+  text = repr(x)
+  return text if len(text) < 80 and "\n" not in text else f"a {type(x).__name__}"
 
 
 def show(array: Any) -> str:

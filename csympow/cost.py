@@ -114,11 +114,17 @@ def _chunked(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   token = (shape.query_heads + shape.heads) * (shape.head_dim + shape.value_dim)
   smallest = shape.heads * shape.features * (shape.value_dim + 1) / (2 * token)
   candidates = [2**n for n in range(6, 15) if 2**n >= smallest] or [2**14]
+  candidates = candidates if chunk_size is None else [chunk_size]
   plans = []
   for candidate in candidates:
     chunk = _part(shape.time, chunk_size, candidate)
-    length = _round_up(shape.time, chunk)
-    block, tile = _block(shape, chunk, device), _tile(shape, chunk)
+    block = min(device.block, _fitting(shape.batch * shape.query_heads))
+    if chunk > block:
+      chunk = _round_up(chunk, 64)
+      block = _divisor(chunk, block)
+    else:
+      block = chunk
+    length, tile = _round_up(shape.time, chunk), _tile(shape, chunk)
     inside, state = _scores(shape, chunk, block), _state(shape, chunk, tile)
     flops, traffic, steps = (length // chunk * (a + b) for a, b in zip(inside, state, strict=True))
     plans.append(_plan("chunked", (chunk, block, tile), flops, traffic, steps, device))
@@ -159,7 +165,7 @@ def _part(length: int, wanted: int | None, default: int) -> int:
   if wanted is not None:
     return min(wanted, length)
   part = -(-length // -(-length // default))
-  return part if part in (length, default) or part < 16 else _round_up(part, 16)
+  return _round_up(part, 64 if part > 256 else 16 if part > 64 else 1)  # with divisors to make blocks and tiles of
 
 
 def _fitting(rows: int) -> int:
@@ -171,11 +177,7 @@ def _divisor(x: int, most: int) -> int:
   return max(n for n in range(1, min(x, max(1, most)) + 1) if x % n == 0)
 
 
-def _block(shape: Shape, chunk: int, device: Device) -> int:
-  """The block of scores in a chunk: the chunk itself where it fits, else its largest divisor that does."""
-  block = _divisor(chunk, min(device.block, _fitting(shape.batch * shape.query_heads)))
-  return block if block >= 64 else chunk
-
-
 def _tile(shape: Shape, span: int) -> int:
-  return _divisor(span, _SCRATCH // (4 * shape.batch * shape.query_heads * shape.features))
+  # The derivative of the features gathers p times as many numbers as there are features.
+  token = 4 * shape.batch * shape.query_heads * shape.features * shape.power
+  return _divisor(span, _SCRATCH // token)

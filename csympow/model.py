@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from csympow.checks import require_count, validated
 from csympow.nn import (
@@ -137,13 +137,13 @@ class Block(nnx.Module):
     self.down = linear(config.mlp_ratio * config.d_model, config.d_model, kernel_init=into_stream)
 
   def __call__(
-    self, x: Float[Array, "B T d_model"], segment_ids: Int[Array, "B T"] | None = None
+    self, x: Float[Array, "B T d_model"], segment_ids: Integer[Array, "B T"] | None = None
   ) -> Float[Array, "B T d_model"]:
     """A whole sequence."""
     return self._mlp(x + self.attention(self.attention_norm(x), segment_ids))
 
   def prefill(
-    self, x: Float[Array, "B T d_model"], cache: Cache, segment_ids: Int[Array, "B T"] | None = None
+    self, x: Float[Array, "B T d_model"], cache: Cache, segment_ids: Integer[Array, "B T"] | None = None
   ) -> tuple[Float[Array, "B T d_model"], Cache]:
     """The next tokens."""
     y, cache = self.attention.prefill(self.attention_norm(x), cache, segment_ids)
@@ -211,27 +211,27 @@ class Transformer(nnx.Module):
 
   @validated(_check_sequence)
   def __call__(
-    self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    self, tokens: Integer[Array, "B T"], segment_ids: Integer[Array, "B T"] | None = None
   ) -> Float[Array, "B T padded_vocab_size"]:
     """The logits of the token after each."""
     return self.logits(self.hidden(tokens, segment_ids))
 
   @validated(_check_sequence)
   def hidden(
-    self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    self, tokens: Integer[Array, "B T"], segment_ids: Integer[Array, "B T"] | None = None
   ) -> Float[Array, "B T d_model"]:
     """All but the logits, which at a vocabulary of 50,000 are most of the memory: a loss can take them in chunks."""
     return self._hidden_and_gates(tokens, segment_ids, with_gates=False)[0]
 
   @validated(_check_sequence)
   def gates(
-    self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    self, tokens: Integer[Array, "B T"], segment_ids: Integer[Array, "B T"] | None = None
   ) -> tuple[Float[Array, "layers B T H"] | None, Float[Array, "layers B T H"] | None]:
     """`(log_gate, beta)` of every layer and key head, for statistics: see `ConformalAttention.gates`."""
     return self._hidden_and_gates(tokens, segment_ids, with_gates=True)[1]
 
   def _hidden_and_gates(
-    self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None, *, with_gates: bool
+    self, tokens: Integer[Array, "B T"], segment_ids: Integer[Array, "B T"] | None, *, with_gates: bool
   ) -> tuple[Float[Array, "B T d_model"], tuple[Array | None, Array | None]]:
     graphdef, layers = nnx.split(self.layers)
 
@@ -258,7 +258,7 @@ class Transformer(nnx.Module):
 
   @validated(_check_sequence)
   def prefill(
-    self, tokens: Int[Array, "B T"], cache: Cache, segment_ids: Int[Array, "B T"] | None = None
+    self, tokens: Integer[Array, "B T"], cache: Cache, segment_ids: Integer[Array, "B T"] | None = None
   ) -> tuple[Float[Array, "B T padded_vocab_size"], Cache]:
     """Logits of the next tokens of sequences whose past is in the cache, in pieces of any length, and the new cache."""
     hidden, cache = self.prefill_hidden(tokens, cache, segment_ids)
@@ -266,18 +266,18 @@ class Transformer(nnx.Module):
 
   @validated(_check_sequence)
   def prefill_hidden(
-    self, tokens: Int[Array, "B T"], cache: Cache, segment_ids: Int[Array, "B T"] | None = None
+    self, tokens: Integer[Array, "B T"], cache: Cache, segment_ids: Integer[Array, "B T"] | None = None
   ) -> tuple[Float[Array, "B T d_model"], Cache]:
     """`prefill` without the logits: of a long prompt only the last token's are wanted."""
     return self._extend(self._embed(tokens), cache, lambda block, x, cache: block.prefill(x, cache, segment_ids))
 
   @validated(_check_token)
-  def step(self, token: Int[Array, "B"], cache: Cache) -> tuple[Float[Array, "B padded_vocab_size"], Cache]:
+  def step(self, token: Integer[Array, "B"], cache: Cache) -> tuple[Float[Array, "B padded_vocab_size"], Cache]:
     """Logits after one more token, and the new cache."""
     hidden, cache = self._extend(self._embed(token), cache, Block.step)
     return self.logits(hidden), cache
 
-  def _embed(self, tokens: Int[Array, "*lead"]) -> Float[Array, "*lead d_model"]:
+  def _embed(self, tokens: Integer[Array, "*lead"]) -> Float[Array, "*lead d_model"]:
     x: Array = self.embedding_norm(self.embedding(tokens))
     return x
 

@@ -13,6 +13,7 @@ paper's four variants, which differ in nothing but what follows:
 
 import functools
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,13 +21,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 import csympow
 from csympow import softmax
 from csympow.checks import require_count, validated
 from csympow.softmax import KVCache
-from csympow.validation import FORMS, IMPLEMENTATIONS, check_chunk_size, check_power
+from csympow.validation import FORMS, IMPLEMENTATIONS, check_chunk_size, check_implementation, check_power
 
 VARIANTS = ("softmax", "sympow", "sympow+gating", "conformal")
 
@@ -65,7 +66,7 @@ def check_options(given: Mapping[str, Any]) -> None:
   if head_dim % 2:
     raise ValueError(f"head_dim must be even (rotations turn pairs of coordinates), got {head_dim}")
   offset = given["gate_offset"]
-  if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
+  if isinstance(offset, bool) or not isinstance(offset, numbers.Real) or not math.isfinite(offset):
     raise ValueError(f"gate_offset must be a finite number, got {offset!r}")
   variant = given["variant"]
   softmax = variant == "softmax"
@@ -78,6 +79,8 @@ def check_options(given: Mapping[str, Any]) -> None:
     if given[name] not in fitting:
       fits = ", ".join(map(str, fitting)) + ("" if name == "variant" else f" for variant {variant!r}")
       raise ValueError(f"{name} must be one of {fits}, got {given[name]!r}")
+  if not softmax:
+    check_implementation(given["implementation"])
 
 
 def check_cache(layer: "ConformalAttention", cache: Any, batch: int) -> None:
@@ -208,7 +211,7 @@ class ConformalAttention(nnx.Module):
 
   @validated(_check_sequence)
   def __call__(
-    self, x: Float[Array, "B T d_model"], segment_ids: Int[Array, "B T"] | None = None
+    self, x: Float[Array, "B T d_model"], segment_ids: Integer[Array, "B T"] | None = None
   ) -> Float[Array, "B T d_model"]:
     """Attends over whole sequences.
 
@@ -248,7 +251,7 @@ class ConformalAttention(nnx.Module):
 
   @validated(_check_sequence)
   def prefill(
-    self, x: Float[Array, "B T d_model"], cache: Cache, segment_ids: Int[Array, "B T"] | None = None
+    self, x: Float[Array, "B T d_model"], cache: Cache, segment_ids: Integer[Array, "B T"] | None = None
   ) -> tuple[Float[Array, "B T d_model"], Cache]:
     """Attends over the next tokens of sequences whose past is in the cache, in pieces of any length.
 

@@ -1,13 +1,14 @@
 """The public functions: check the arguments, prepare the inputs, choose a form, run it."""
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from csympow import cost, rotation, validation
 from csympow.checks import validated
@@ -45,7 +46,7 @@ def attention(
   log_gate: Float[Array, "B T H"] | None = None,
   beta: Float[Array, "B T H"] | None = None,
   rates: Float[Array, "r"] | None = None,
-  segment_ids: Int[Array, "B T"] | None = None,
+  segment_ids: Integer[Array, "B T"] | None = None,
   scale: ArrayLike | None = None,
   form: Form = "auto",
   chunk_size: int | None = None,
@@ -75,9 +76,9 @@ def attention(
     The outputs in q's dtype; 0, with zero gradient, where a row's weights sum to 0.
   """
   del implementation  # validated; XLA is the only one yet
-  inputs = _prepare(q, k, v, log_gate, beta, rates, segment_ids, scale, None)
   plan = _plan(q, k, v, power, form, chunk_size, needs_state=False)
-  return _run(inputs, plan, power, return_memory=False)[0]
+  settings = _settings(power, plan, q.dtype)
+  return _attend(q, k, v, log_gate, beta, rates, segment_ids, scale, None, plan.form, settings, False)[0]
 
 
 @validated(validation.check_sequence)
@@ -89,7 +90,7 @@ def prefill(
   log_gate: Float[Array, "B T H"] | None = None,
   beta: Float[Array, "B T H"] | None = None,
   rates: Float[Array, "r"] | None = None,
-  segment_ids: Int[Array, "B T"] | None = None,
+  segment_ids: Integer[Array, "B T"] | None = None,
   scale: ArrayLike | None = None,
   form: Form = "auto",
   chunk_size: int | None = None,
@@ -102,11 +103,11 @@ def prefill(
   state give what one call over all tokens gives, at any split, and gradients flow through the state.
   """
   del implementation
-  inputs = _prepare(q, k, v, log_gate, beta, rates, segment_ids, scale, state)
   plan = _plan(q, k, v, power, form, chunk_size, needs_state=True)
-  y, memory = _run(inputs, plan, power, return_memory=True)
-  assert memory is not None
-  return y, _state(memory, inputs.phase, state)
+  settings = _settings(power, plan, q.dtype)
+  y, new_state = _attend(q, k, v, log_gate, beta, rates, segment_ids, scale, state, plan.form, settings, True)
+  assert new_state is not None
+  return y, new_state
 
 
 @validated(validation.check_token)
@@ -122,6 +123,21 @@ def step(
   scale: ArrayLike | None = None,
 ) -> tuple[Float[Array, "B Hq dv"], State]:
   """One token of `attention`: its output, and the state with the token in it."""
+  return _step(q, k, v, state, power, log_gate, beta, rates, scale)
+
+
+@functools.partial(jax.jit, static_argnames="power", inline=True)
+def _step(
+  q: Array,
+  k: Array,
+  v: Array,
+  state: State,
+  power: int,
+  log_gate: Array | None,
+  beta: Array | None,
+  rates: Array | None,
+  scale: ArrayLike | None,
+) -> tuple[Array, State]:
   log_gate, beta = (x if x is None else x[:, None] for x in (log_gate, beta))
   x = _prepare(q[:, None], k[:, None], v[:, None], log_gate, beta, rates, None, scale, state)
   assert x.memory is not None
@@ -151,7 +167,7 @@ def explain(
   log_gate: Float[Array | jax.ShapeDtypeStruct, "B T H"] | None = None,
   beta: Float[Array | jax.ShapeDtypeStruct, "B T H"] | None = None,
   rates: Float[Array | jax.ShapeDtypeStruct, "r"] | None = None,
-  segment_ids: Int[Array | jax.ShapeDtypeStruct, "B T"] | None = None,
+  segment_ids: Integer[Array | jax.ShapeDtypeStruct, "B T"] | None = None,
   scale: ArrayLike | None = None,
   form: Form = "auto",
   chunk_size: int | None = None,
@@ -161,7 +177,8 @@ def explain(
 ) -> Explanation:
   """What `attention` (or with a state `prefill`) would do with these arguments, without running anything.
 
-  Arrays may be given as jax.ShapeDtypeStruct. `device` is "cpu", "gpu" or "tpu", or None for the one at hand.
+  Arrays may be given as jax.ShapeDtypeStruct. `device` is "cpu", "gpu" or "tpu", or None for the one at hand. For a
+  `prefill` from nothing, give it the state of `init_state`: making one counts.
   """
   del log_gate, beta, rates, segment_ids, scale, implementation  # cost nothing that depends on the form
   device = device or cost.platform()
@@ -187,7 +204,6 @@ class _Prepared:
   log_gate: Float[Array, "B T H"]
   memory: Memory | None
   phase: Float[Array, "B H r"]  # after the last token
-  output_dtype: jnp.dtype
 
 
 def _prepare(
@@ -202,7 +218,8 @@ def _prepare(
   state: State | None,
 ) -> _Prepared:
   (batch, time, query_heads, head_dim), heads = q.shape, k.shape[2]
-  dtype = q.dtype
+  if rates is not None and beta is None:
+    beta = jnp.ones((1, time, 1), jnp.float32)
   q, k, v, log_gate, beta, rates, segment_ids, state = _equally_varying(
     (q, k, v, log_gate, beta, rates, segment_ids, state)
   )
@@ -210,14 +227,12 @@ def _prepare(
   valid, starts = None, None
   if segment_ids is not None:
     valid, starts = find_runs(segment_ids)
-    q, k, v = (jnp.where(valid[..., None, None], x, 0) for x in (q, k, v))
+    q, k, v = (jnp.where(valid[..., None, None], x, jnp.zeros_like(x)) for x in (q, k, v))
   q = q.astype(jnp.float32).reshape(batch, time, heads, query_heads // heads, head_dim)
-  q = q * (head_dim**-0.5 if scale is None else scale)
   k = k.astype(jnp.float32)
 
   phase = jnp.zeros_like(k[:, 0, :, : head_dim // 2]) if state is None else state.phase
   if rates is not None:
-    beta = jnp.ones((1, time, 1), jnp.float32) if beta is None else beta
     if valid is not None:
       beta = jnp.where(valid[..., None], beta, 0.0)
     initial = None if state is None else state.phase
@@ -226,20 +241,19 @@ def _prepare(
     phase = carried + jnp.zeros_like(phase)
 
   return _Prepared(
-    q=_unit(q),
+    q=_unit(q) if scale is None else _unit(q) * jnp.where(scale == 0, 0.0, 1.0),  # the normalisation cancels all else
     k=k,
     v=v.astype(jnp.float32),
     log_gate=effective_log_gate(log_gate, valid, starts),
     memory=None if state is None else Memory(state.S.astype(jnp.float32), state.Z.astype(jnp.float32)[..., None]),
     phase=phase,
-    output_dtype=dtype,
   )
 
 
 def _unit(q: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
   """Queries scaled to unit length, which the normalisation cancels: no power of a score can then over- or underflow."""
   largest = lax.stop_gradient(jnp.max(jnp.abs(q), axis=-1, keepdims=True))
-  found = largest > 0
+  found = largest != 0  # NaN is found too, and stays
   q = jnp.where(found, q / jnp.where(found, largest, 1.0), 0.0)
   squared = jnp.sum(q * q, axis=-1, keepdims=True)
   return q * lax.rsqrt(jnp.where(found, squared, 1.0))
@@ -271,23 +285,45 @@ def _plan(
   return cost.choose(_shape(q, k, v, power, needs_state=needs_state), form, chunk_size, cost.platform())
 
 
-def _run(
-  x: _Prepared, plan: cost.Plan, power: int, *, return_memory: bool
-) -> tuple[Float[Array, "B T Hq dv"], Memory | None]:
-  batch, time = x.q.shape[:2]
-  padding = -time % plan.chunk
-  q, k, v, log_gate = (
+def _settings(power: int, plan: cost.Plan, dtype: DTypeLike) -> Settings:
+  """The constants of the compiled program.
+
+  float32 is taken at its word unless the caller has set JAX's default precision. For 16-bit inputs less will do, though
+  not as few as 8 bits: powers and gradients multiply the rounding of a product's operands.
+  """
+  precision = jax.config.jax_default_matmul_precision or "highest" if dtype == jnp.float32 else "high"
+  return Settings(power, plan.chunk, plan.block, plan.tile, precision)
+
+
+# Compiled, so that calls outside of jit need not trace and compile their loops anew each time.
+@functools.partial(jax.jit, static_argnames=("form", "settings", "return_state"), inline=True)
+def _attend(
+  q: Array,
+  k: Array,
+  v: Array,
+  log_gate: Array | None,
+  beta: Array | None,
+  rates: Array | None,
+  segment_ids: Array | None,
+  scale: ArrayLike | None,
+  state: State | None,
+  form: cost.Form,
+  settings: Settings,
+  return_state: bool,
+) -> tuple[Float[Array, "B T Hq dv"], State | None]:
+  x = _prepare(q, k, v, log_gate, beta, rates, segment_ids, scale, state)
+  batch, time, query_heads, _ = q.shape
+  padding = -time % settings.chunk
+  queries, keys, values, gates = (
     jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2)) for array in (x.q, x.k, x.v, x.log_gate)
   )
   memory: Memory | None
-  if plan.form == "recurrent":
-    y, memory = recurrent.attend(q, k, v, log_gate, x.memory, power, plan.chunk)
+  if form == "recurrent":
+    y, memory = recurrent.attend(queries, keys, values, gates, x.memory, settings.power, settings.chunk)
   else:
-    # Powers and gradients multiply the rounding of a product's operands: 8 bits are too few for 16-bit results.
-    precision = None if x.output_dtype == jnp.float32 else "high"
-    settings = Settings(power, plan.chunk, plan.block, plan.tile, precision)
-    y, memory = chunked.attend(q, k, v, log_gate, x.memory, settings, return_memory)
-  return y[:, :time].reshape(batch, time, -1, y.shape[-1]).astype(x.output_dtype), memory
+    y, memory = chunked.attend(queries, keys, values, gates, x.memory, settings, return_state)
+  y = y[:, :time].reshape(batch, time, query_heads, -1).astype(q.dtype)
+  return y, _state(memory, x.phase, state) if return_state and memory is not None else None
 
 
 def _state(memory: Memory, phase: Float[Array, "B H r"], given: State | None) -> State:

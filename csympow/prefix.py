@@ -51,30 +51,32 @@ def prefix_sum(
     return padded.reshape(batch, -1, size, array.shape[-1])
 
   x = blocks(x)
-  adds = jnp.tri(size, dtype=jnp.float32)
-  run = jnp.zeros_like(x[..., :1])
+  adds, run = jnp.tri(size, dtype=jnp.float32), None
   if restarts is not None:
     run = _exact(adds, blocks(restarts).astype(jnp.float32))  # how many restarts so far in the block
     adds = jnp.where(run == jnp.swapaxes(run, -1, -2), adds, 0.0)
   coarse, fine = _on_grid(x)
   total = two_sum(_exact(adds, coarse), _exact(adds, fine))
   if x.shape[1] > 1:
-    before = _total_before(Total(total.hi[:, :, -1], total.lo[:, :, -1]), run[:, :, -1] > 0)
-    before = jax.tree.map(lambda array: jnp.where(run == 0, array[:, :, None], 0.0), before)
-    total = _add(before, total)
+    total = _add(_total_before(total, run), total)
   hi, lo = (array.reshape(batch, -1, heads)[:, :time] for array in total)
   return Total(hi[:, ::-1], lo[:, ::-1]) if reverse else Total(hi, lo)
 
 
-def _total_before(totals: Total, restarted: Bool[Array, "B n 1"]) -> Total:
-  """The sum that each block goes on from."""
+def _total_before(totals: Total, run: Float[Array, "B n t 1"] | None) -> Total:
+  """The sum of earlier blocks that each token goes on from: none once its own block has restarted."""
+  by_block = Total(totals.hi[:, :, -1], totals.lo[:, :, -1])
+  if run is None:
+    until = lax.associative_scan(_add, by_block, axis=1)
+  else:
 
-  def join(left: tuple[Array, Total], right: tuple[Array, Total]) -> tuple[Array, Total]:
-    both = _add(left[1], right[1])
-    return left[0] | right[0], jax.tree.map(lambda new, sum: jnp.where(right[0], new, sum), right[1], both)
+    def join(left: tuple[Array, Total], right: tuple[Array, Total]) -> tuple[Array, Total]:
+      both = _add(left[1], right[1])
+      return left[0] | right[0], jax.tree.map(lambda new, sum: jnp.where(right[0], new, sum), right[1], both)
 
-  _, until = lax.associative_scan(join, (restarted, totals), axis=1)
-  return Total(*(jnp.pad(array[:, :-1], ((0, 0), (1, 0), (0, 0))) for array in until))
+    _, until = lax.associative_scan(join, (run[:, :, -1] > 0, by_block), axis=1)
+  before = (jnp.pad(array[:, :-1], ((0, 0), (1, 0), (0, 0)))[:, :, None] for array in until)
+  return Total(*(array if run is None else jnp.where(run == 0, array, 0.0) for array in before))
 
 
 def _add(left: Total, right: Total) -> Total:

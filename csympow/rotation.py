@@ -5,7 +5,6 @@ the same at every step, so phase_i = theta * (beta_1 + ... + beta_i): one runnin
 product reduced modulo a turn. Phases are in turns, not radians, for then the reduction is exact.
 """
 
-import math
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -16,16 +15,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from csympow.checks import is_count, require, validated
+from csympow.checks import came, is_count, require, validated
 from csympow.prefix import Total, prefix_sum, two_sum
 
 
 def _check(given: Mapping[str, Any]) -> None:
   head_dim, max_length = given["head_dim"], given["max_length"]
-  require(is_count(head_dim) and head_dim % 2 == 0, f"head_dim must be a positive even integer, got {head_dim!r}")
+  require(is_count(head_dim) and head_dim % 2 == 0, f"head_dim must be a positive even integer, got {came(head_dim)}")
   number = isinstance(max_length, numbers.Real) and not isinstance(max_length, bool)
-  fits = number and 1 <= max_length < math.inf
-  require(fits, f"max_length must be a finite number of tokens, at least 1, got {max_length!r}")
+  fits = number and 1 <= max_length < 2**63
+  require(fits, f"max_length must be a number of tokens from 1 to 2**63, got {came(max_length)}")
 
 
 @validated(_check)
@@ -122,7 +121,7 @@ def _turns_backward(saved: _Saved, cotangents: Total) -> tuple[Float[Array, "B T
   ends = None if restarts is None else jnp.roll(restarts, -1, axis=1).at[:, -1].set(False)
   dtotal = jnp.einsum("bthr,r->bth", dturns, rates, precision="highest") / (2 * jnp.pi)
   dbeta = prefix_sum(dtotal, ends, reverse=True).hi
-  drates = jnp.einsum("bthr,bth->r", dturns, prefix_sum(beta, restarts).hi, precision="highest") / (2 * jnp.pi)
+  drates = jnp.sum(dturns * prefix_sum(beta, restarts).hi[..., None], axis=(0, 1, 2)) / (2 * jnp.pi)
   return dbeta, drates, None
 
 

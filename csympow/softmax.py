@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Integer
 
 from csympow.rotation import phases, rotate
 from csympow.segments import find_runs
@@ -31,7 +31,7 @@ class KVCache(NamedTuple):
 
   k: Float[Array, "B S H d"]
   v: Float[Array, "B S H d"]
-  length: Int[Array, "B"]
+  length: Integer[Array, "B"]
 
 
 def attention(
@@ -39,14 +39,15 @@ def attention(
   k: Float[Array, "B T H d"],
   v: Float[Array, "B T H d"],
   rates: Float[Array, "r"],
-  segment_ids: Int[Array, "B T"] | None,
+  segment_ids: Integer[Array, "B T"] | None,
   implementation: str | None,
 ) -> Float[Array, "B T Hq d"]:
   """Whole sequences; with segment ids, under a T x T mask."""
   if segment_ids is None:
-    turns, _ = phases(jnp.ones((1, q.shape[1], 1)), rates)
+    turns, _ = phases(jnp.ones((1, q.shape[1], 1), jnp.float32), rates)
     return _dot_product(rotate(q, turns), rotate(k, turns), v, None, implementation)
   valid, starts = find_runs(segment_ids)
+  q, k, v = (jnp.where(valid[..., None, None], x, jnp.zeros_like(x)) for x in (q, k, v))
   turns, _ = phases(valid[..., None].astype(jnp.float32), rates, starts=starts)
   mask = _same_run(jnp.cumsum(starts, axis=1), valid)
   y = _dot_product(rotate(q, turns), rotate(k, turns), v, mask, implementation)
@@ -59,7 +60,7 @@ def prefill(
   v: Float[Array, "B T H d"],
   cache: KVCache,
   rates: Float[Array, "r"],
-  segment_ids: Int[Array, "B T"] | None,
+  segment_ids: Integer[Array, "B T"] | None,
   implementation: str | None,
 ) -> tuple[Float[Array, "B T Hq d"], KVCache]:
   """The next tokens; the cache continues into their first run, and the one returned holds the last."""
@@ -67,6 +68,7 @@ def prefill(
   if segment_ids is None:
     segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
   valid, starts = find_runs(segment_ids)
+  q, k, v = (jnp.where(valid[..., None, None], x, jnp.zeros_like(x)) for x in (q, k, v))
   run = jnp.cumsum(starts, axis=1)  # run 0 is the cache's own
   # Positions count on from the cache: as if its tokens had all been turned at the first one here.
   beta = valid.astype(jnp.float32).at[:, 0].add(cache.length.astype(jnp.float32))
@@ -109,13 +111,13 @@ def step(
   return _poison(y, cache)[:, 0], cache
 
 
-def _same_run(run: Int[Array, "B T"], valid: Bool[Array, "B T"]) -> Bool[Array, "B 1 T T"]:
+def _same_run(run: Integer[Array, "B T"], valid: Bool[Array, "B T"]) -> Bool[Array, "B 1 T T"]:
   causal = jnp.tri(run.shape[1], dtype=bool)
   return (causal & (run[:, :, None] == run[:, None, :]) & valid[:, None, :])[:, None]
 
 
 def _write(
-  buffer: Float[Array, "B S H d"], place: Int[Array, "B T"], new: Float[Array, "B T H d"]
+  buffer: Float[Array, "B S H d"], place: Integer[Array, "B T"], new: Float[Array, "B T H d"]
 ) -> Float[Array, "B S H d"]:
   """Puts each token in its slot; a place beyond the last slot is dropped."""
   rows = jnp.arange(buffer.shape[0])[:, None]

@@ -5,9 +5,11 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from csympow.checks import is_array, is_count, require, require_array, require_count, require_word, show
+from csympow.checks import came, is_array, is_count, require, require_array, require_count, require_word, show
 from csympow.features import feature_dim
 from csympow.state import State
 
@@ -21,7 +23,7 @@ def check_sequence(given: Mapping[str, Any]) -> None:
   """Arguments of `attention`, `prefill` and `explain`."""
   _check_tensors(given, ("B", "T"))
   require_word("form", given["form"], FORMS)
-  _check_implementation(given["implementation"])
+  check_implementation(given["implementation"])
   check_chunk_size(given["chunk_size"])
   if given["segment_ids"] is not None:
     _check_segment_ids(given["segment_ids"], given["q"].shape[:2])
@@ -51,16 +53,17 @@ def check_new_state(given: Mapping[str, Any]) -> None:
 
 def check_power(power: Any) -> None:
   """Odd powers would make weights negative."""
-  require(is_count(power) and power % 2 == 0, f"power must be a positive even integer, got {power!r}")
+  require(is_count(power) and power % 2 == 0, f"power must be a positive even integer, got {came(power)}")
 
 
 def check_chunk_size(chunk_size: Any) -> None:
   """A number of tokens, or None to choose one."""
   fits = chunk_size is None or is_count(chunk_size)
-  require(fits, f"chunk_size must be a positive integer or None, got {chunk_size!r}")
+  require(fits, f"chunk_size must be a positive integer or None, got {came(chunk_size)}")
 
 
-def _check_implementation(implementation: Any) -> None:
+def check_implementation(implementation: Any) -> None:
+  """Obeyed or refused."""
   require_word("implementation", implementation, IMPLEMENTATIONS)
   if implementation == "pallas":
     raise NotImplementedError(
@@ -74,6 +77,8 @@ def _check_tensors(given: Mapping[str, Any], lead: tuple[str, ...]) -> None:
   for name, layout in layouts.items():
     array, layout_text = given[name], ", ".join(layout)
     require_array(name, array, layout_text)
+    only_shape = isinstance(array, jax.ShapeDtypeStruct) and "device" not in given
+    require(not only_shape, f"{name} must be an array; a jax.ShapeDtypeStruct is for explain, got {show(array)}")
     for axis, size in zip(layout, array.shape, strict=True):
       require(size > 0, f"{name} [{layout_text}] must have at least 1 element along {axis}, got {show(array)}")
       owner, expected = sizes.setdefault(axis, (name, size))
@@ -81,10 +86,9 @@ def _check_tensors(given: Mapping[str, Any], lead: tuple[str, ...]) -> None:
         size == expected,
         f"{name} must be [{layout_text}] with {axis}={expected} as in {owner} {show(given[owner])}, got {show(array)}",
       )
-    require(
-      array.dtype.name in DTYPES and array.dtype == given["q"].dtype,
-      f"{name} must have q's dtype, one of {', '.join(DTYPES)}; got {name} {array.dtype} and q {given['q'].dtype}",
-    )
+    require(array.dtype.name in DTYPES, f"{name} must be one of {', '.join(DTYPES)}, got {array.dtype}")
+    same = array.dtype == given["q"].dtype
+    require(same, f"{name} must have the dtype of q, {given['q'].dtype}, got {array.dtype}")
   heads, query_heads, head_dim = (sizes[axis][1] for axis in ("H", "Hq", "d"))
   require(
     query_heads % heads == 0, f"q must have a multiple of k's {heads} heads (grouped queries), got {query_heads} heads"
@@ -115,6 +119,10 @@ def _check_segment_ids(segment_ids: Any, shape: tuple[int, ...]) -> None:
   require_array("segment_ids", segment_ids, "B, T", tuple(shape))
   dtype = segment_ids.dtype
   require(jnp.issubdtype(dtype, jnp.integer), f"segment_ids must be integers, such as int32, got {dtype}")
+  if isinstance(segment_ids, np.ndarray) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+    kept = segment_ids.astype(jax.dtypes.canonicalize_dtype(dtype)) == segment_ids
+    lost = segment_ids[~kept]
+    require(lost.size == 0, f"segment_ids must fit int32 (jax_enable_x64 is off), got {lost[:1]}")
 
 
 def _check_state(given: Mapping[str, Any]) -> None:
@@ -134,6 +142,6 @@ def _check_state(given: Mapping[str, Any]) -> None:
 def _check_scale(scale: Any) -> None:
   number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
   scalar = is_array(scale) and scale.shape == () and jnp.issubdtype(scale.dtype, jnp.floating)
-  require(scale is None or number or scalar, f"scale must be a real number or None for 1/sqrt(d), got {scale!r}")
+  require(scale is None or number or scalar, f"scale must be a real number or None for 1/sqrt(d), got {came(scale)}")
   if number:
-    require(math.isfinite(scale), f"scale must be finite, got {scale!r}")
+    require(math.isfinite(scale), f"scale must be finite, got {came(scale)}")

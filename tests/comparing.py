@@ -99,9 +99,9 @@ def random_state(rng, B, H, d, dv, power, tokens=5):
 def inputs(case):
   """(differentiable arguments by name, the other arguments) of one call; a state's leaves are S, Z and phase.
 
-  Keys have lengths between 0.7 and 1.4 times sqrt(d), and each query lies within 45 degrees of its own key. Otherwise
-  some row's weights would all be tiny by chance, and a state form's error, rounding times (|q| |k| / q.k)^p, would say
-  more of the draw than of the code; test_numerics goes there on purpose.
+  The lengths of keys differ by no more than |k|^p = 1 to 4, and each query is so near its own key that their weight is
+  at least a third of (|q| |k|)^p. Otherwise some row's weights would be tiny by chance, and a state form's error,
+  rounding times (|q| |k| / q.k)^p, would say more of the draw than of the code; test_numerics goes there on purpose.
   """
   rng = np.random.default_rng([case.seed, case.T, case.d, case.power])
   heads = (case.B, case.T, case.H)
@@ -110,9 +110,10 @@ def inputs(case):
     x = rng.normal(size=shape)
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
-  k = np.sqrt(case.d) * rng.uniform(0.7, 1.4, (*heads, 1)) * directions(*heads, case.d)
+  k = np.sqrt(case.d) * 2 ** (rng.uniform(-1, 1, (*heads, 1)) / case.power) * directions(*heads, case.d)
   own = np.repeat(k, case.groups, axis=2)
-  q = own + 0.7 * np.linalg.norm(own, axis=-1, keepdims=True) * directions(*own.shape)
+  sine = np.sqrt(1 - 3 ** (-2 / case.power))  # of the greatest angle
+  q = own + sine * np.linalg.norm(own, axis=-1, keepdims=True) * directions(*own.shape)
   x = {"q": q, "k": k, "v": rng.normal(size=(*heads, case.dv))}
   x = {name: jnp.asarray(a, case.dtype) for name, a in x.items()}
   log_gate, beta = random_log_gate(rng, heads), random_beta(rng, heads)

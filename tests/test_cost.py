@@ -21,7 +21,12 @@ def explain(T, d=64, dv=None, H=12, B=1, power=2, dtype="bfloat16", **options):
 def test_an_explanation_is_frozen_and_complete():
   explanation = explain(1024)
   assert {f.name for f in dataclasses.fields(explanation)} >= {
-    "form", "implementation", "chunk_size", "state_bytes", "flops", "reason"
+    "form",
+    "implementation",
+    "chunk_size",
+    "state_bytes",
+    "flops",
+    "reason",
   }
   assert explanation.form in FORMS
   assert explanation.implementation == "xla"

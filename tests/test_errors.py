@@ -40,7 +40,10 @@ BAD = {
   "q complex": ({"q": ones(B, T, H, d, dtype=jnp.complex64)}, "q", "complex64", "float32.*bfloat16.*float16"),
   "q integer": ({"q": ones(B, T, H, d, dtype=jnp.int32)}, "q", "int32", "float32.*bfloat16.*float16"),
   "all float8": (
-    {n: ones(B, T, H, d, dtype=jnp.float8_e4m3fn) for n in "qkv"}, "q", "float8_e4m3fn", "float32.*bfloat16.*float16"
+    {n: ones(B, T, H, d, dtype=jnp.float8_e4m3fn) for n in "qkv"},
+    "q",
+    "float8_e4m3fn",
+    "float32.*bfloat16.*float16",
   ),
   "k of another dtype": ({"k": ones(B, T, H, d, dtype=jnp.bfloat16)}, "k", "bfloat16", "float32"),
   "v of another dtype": ({"v": ones(B, T, H, d, dtype=jnp.float16)}, "v", "float16", "float32"),
@@ -75,15 +78,24 @@ BAD = {
   "rates a list": ({"rates": [1.0, 0.1]}, "rates", "list", "array"),
   "rates integer": ({"rates": ones(d // 2, dtype=jnp.int32)}, "rates", "int32", "float"),
   "odd head dim with rates": (
-    {"q": ones(B, T, H, 3), "k": ones(B, T, H, 3), "rates": ones(1)}, "rates|head|d|q", "3", "even"
+    {"q": ones(B, T, H, 3), "k": ones(B, T, H, 3), "rates": ones(1)},
+    "rates|head|d|q",
+    "3",
+    "even",
   ),
   "segment_ids float": ({"segment_ids": ones(B, T)}, "segment_ids", "float32", "int"),
   "segment_ids bool": ({"segment_ids": ones(B, T, dtype=bool)}, "segment_ids", "bool", "int"),
   "segment_ids of another shape": (
-    {"segment_ids": ones(T, dtype=jnp.int32)}, "segment_ids", r"\(5,\)", r"B\W+T\b|2\D+5"
+    {"segment_ids": ones(T, dtype=jnp.int32)},
+    "segment_ids",
+    r"\(5,\)",
+    r"B\W+T\b|2\D+5",
   ),
   "segment_ids per head": (
-    {"segment_ids": ones(B, T, H, dtype=jnp.int32)}, "segment_ids", r"\(2, 5, 2\)", r"B\W+T\b|2\D+5"
+    {"segment_ids": ones(B, T, H, dtype=jnp.int32)},
+    "segment_ids",
+    r"\(2, 5, 2\)",
+    r"B\W+T\b|2\D+5",
   ),
   "segment_ids a list": ({"segment_ids": [[0] * T] * B}, "segment_ids", "list", "array"),
   "form unknown": ({"form": "quadratic"}, "form", "'quadratic'", "'?auto.*attention.*chunked.*recurrent"),

@@ -29,8 +29,11 @@ COVERING = [dataclasses.replace(case, T=T, chunk_size=c) for case, (T, c) in zip
 CASES = [
   *COVERING,
   # The same programs on other numbers: gates that only fade, runs without holes.
-  *(dataclasses.replace(case, gate="learned", segments=case.segments.replace("padded", "packed"))
-    for case in COVERING if case.gate == "resets"),
+  *(
+    dataclasses.replace(case, gate="learned", segments=case.segments.replace("padded", "packed"))
+    for case in COVERING
+    if case.gate == "resets"
+  ),
   Case(T=1, entry="attention", rotation="fixed"),  # y = v: every gradient but that of v is zero
   Case(T=500, B=1, d=4, dv=3, chunk_size=16),
   Case(T=65, B=1, H=1, groups=2, d=64, dv=64, chunk_size=32, rotation="fixed"),

@@ -1,5 +1,7 @@
 """Gates: products of gammas without overflow, clean resets, and no drift where gamma is 1."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,15 +65,34 @@ def test_a_closed_gate_forgets_exactly_what_came_before_but_not_the_phase(form, 
   np.testing.assert_array_equal(a["phase"], open_gate["phase"])
 
 
-@pytest.mark.parametrize(("form", "T"), [("chunked", 65_536), ("recurrent", 65_536), ("attention", 8_192)])
+@jax.jit
+def decode(q, k, v, log_gate):
+  """`prefill`, token by token."""
+
+  def token(state, x):
+    return csympow.step(**x, state=state)[::-1]
+
+  x = {n: jnp.moveaxis(a, 1, 0) for n, a in {"q": q, "k": k, "v": v, "log_gate": log_gate}.items()}
+  state, y = jax.lax.scan(token, csympow.init_state(q.shape[0], *k.shape[2:], v.shape[-1]), x)
+  return jnp.moveaxis(y, 0, 1), state
+
+
+PREFILL = {form: jax.jit(functools.partial(csympow.prefill, form=form)) for form in FORMS}
+
+
+@pytest.mark.parametrize(
+  ("form", "T"), [("chunked", 65_536), ("recurrent", 65_536), ("step", 65_536), ("attention", 8_192)]
+)
 @pytest.mark.parametrize("log_gate", [0.0, -1e-4, -0.1])
 def test_a_constant_gate_does_not_drift_over_a_long_sequence(form, T, log_gate):
-  """-0.1 for 65,536 steps: a float32 running sum of logs would be off by 1e-4 at the end. 0: nothing may fade."""
+  """Nothing may fade at 0; at -1e-4, gamma in float32 would be another gate, by 3e-4 of what it forgets in a step; at
+  -0.1, a float32 running sum of logs would be off by 1e-4 at the end.
+  """
   q, k, v = np.random.default_rng(T).normal(size=(3, 1, T, 1, 4))
   q, k, v = (jnp.asarray(a, jnp.float32) for a in (q, k, v + 1))  # a mean of 1: what is averaged must not cancel to 0
   gates = jnp.full((1, T, 1), log_gate)
   exact, state = comparing.reference_prefill(q, k, v, log_gate=gates)
-  y, got = jax.jit(lambda *a: csympow.prefill(*a[:3], log_gate=a[3], form=form))(q, k, v, gates)
+  y, got = decode(q, k, v, gates) if form == "step" else PREFILL[form](q, k, v, log_gate=gates)
   tail = slice(-T // 8, None)
   assert comparing.relative_rmse(y[:, tail], exact[:, tail]) < 1e-5
   assert comparing.relative_rmse(got.S, state.S) < 1e-5

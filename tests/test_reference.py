@@ -27,8 +27,9 @@ def test_the_recurrence_is_the_gated_sum_over_earlier_tokens(power, d):
 
   with jax.enable_x64(True):
     x = comparing.float64(x)
-    recurrence, quadratic = (jax.jit(value_and_gradient, static_argnums=0)(f) for f in
-                             (reference.attention, reference.quadratic))
+    recurrence, quadratic = (
+      jax.jit(value_and_gradient, static_argnums=0)(f) for f in (reference.attention, reference.quadratic)
+    )
     for name in quadratic:
       assert comparing.relative_rmse(recurrence[name], quadratic[name]) < 1e-12, name
 

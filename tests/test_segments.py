@@ -118,7 +118,9 @@ def test_one_segment_is_no_segments(form):
 def test_each_row_of_a_batch_has_its_own_segments(form):
   x, rest = inputs(FULL)
   patterns = [IDS["runs"], IDS["padding between runs"]]
-  a, b = (comparing.full_results(x, rest | {"segment_ids": jnp.asarray(ids, jnp.int32)}, form)
-          for ids in (patterns, [patterns[0]] * 2))
+  a, b = (
+    comparing.full_results(x, rest | {"segment_ids": jnp.asarray(ids, jnp.int32)}, form)
+    for ids in (patterns, [patterns[0]] * 2)
+  )
   np.testing.assert_array_equal(a["y"][0], b["y"][0])
   assert np.any(a["y"][1] != b["y"][1])

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -54,12 +53,11 @@ def forward(inputs: Inputs, settings: Settings) -> Sums:
   decay, between = _between_blocks(blocks.G)
   values = Values(blocks.v * decay.until_end, decay.until_end)
 
-  def add_pair(far: Sums, pair: Int[Array, "2"]) -> tuple[Sums, None]:
-    i, j = pair
+  def add_pair(far: Sums, i: Int[Array, ""], j: Int[Array, ""]) -> Sums:
     found = _gather(_scores(blocks.q[i], blocks.k[j]) ** settings.power, item(values, j), settings)
-    return for_each(lambda total, new: total.at[i].add(between(i, j) * new), far, found), None
+    return for_each(lambda total, new: total.at[i].add(between(i, j) * new), far, found)
 
-  far, _ = lax.scan(add_pair, for_each(jnp.zeros_like, near), _pairs_below_diagonal(len(blocks.q)))
+  far = _scan_pairs(add_pair, for_each(jnp.zeros_like, near), len(blocks.q))
   return Sums(*merge(for_each(lambda near, far: near + decay.since_start[:, :, :, None] * far, near, far)))
 
 
@@ -74,8 +72,7 @@ def backward(inputs: Inputs, dsums: Sums, settings: Settings) -> Gradients:
   values = Values(blocks.v * decay.until_end, decay.until_end)
   dsums = for_each(lambda x: x * decay.since_start[:, :, :, None], dsums)
 
-  def add_pair(totals: tuple[Array, Array, Array], pair: Int[Array, "2"]) -> tuple[tuple[Array, Array, Array], None]:
-    i, j = pair
+  def add_pair(totals: tuple[Array, Array, Array], i: Int[Array, ""], j: Int[Array, ""]) -> tuple[Array, Array, Array]:
     q, k, dsum = blocks.q[i], blocks.k[j], item(dsums, i)
     scores = _scores(q, k)
     slopes = scores ** (settings.power - 1) * between(i, j)
@@ -85,10 +82,10 @@ def backward(inputs: Inputs, dsums: Sums, settings: Settings) -> Gradients:
       dq.at[i].add(jnp.einsum("bhgij,bhjd->bhgid", dscores, k, precision=settings.precision)),
       dk.at[j].add(jnp.einsum("bhgij,bhgid->bhjd", dscores, q, precision=settings.precision)),
       dv.at[j].add(jnp.einsum("bhgij,bhgiv->bhjv", slopes * scores, dsum.numerator, precision=settings.precision)),
-    ), None
+    )
 
   zeros = (near.q_far, near.k_far, jnp.zeros_like(near.v))
-  (dq, dk, dv), _ = lax.scan(add_pair, zeros, _pairs_below_diagonal(len(blocks.q)))
+  dq, dk, dv = _scan_pairs(add_pair, zeros, len(blocks.q))
   return Gradients(*merge(near._replace(q_far=dq, k_far=dk, v=near.v + dv * decay.until_end)))
 
 
@@ -146,9 +143,16 @@ def _below_diagonal(size: int, or_on: bool = False) -> Bool[Array, "T T"]:
   return jnp.tri(size, k=0 if or_on else -1, dtype=bool)
 
 
-def _pairs_below_diagonal(count: int) -> Int[Array, "pairs 2"]:
-  """All (query block i, key block j) with j < i, row by row."""
-  return jnp.asarray(np.stack(np.tril_indices(count, k=-1), axis=1), jnp.int32)
+def _scan_pairs[Totals](add_pair: Callable[[Totals, Array, Array], Totals], totals: Totals, blocks: int) -> Totals:
+  """Adds up over all (query block i, key block j) with j < i, row by row."""
+
+  def advance(carry: tuple[Totals, Array, Array], _: None) -> tuple[tuple[Totals, Array, Array], None]:
+    totals, i, j = carry
+    row_done = j + 1 == i
+    return (add_pair(totals, i, j), jnp.where(row_done, i + 1, i), jnp.where(row_done, 0, j + 1)), None
+
+  start = (totals, jnp.int32(1), jnp.int32(0))
+  return lax.scan(advance, start, None, length=blocks * (blocks - 1) // 2)[0][0]
 
 
 def _between_blocks(G: Total) -> tuple[gates.Decay, Callable[[Array, Array], Float[Array, "B H 1 1 1"]]]:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from csympow import gates
 from csympow.forms import attention
 from csympow.forms.memory import Memory, Written, discounted, empty, inner, read, read_backward, write, write_backward
-from csympow.forms.spans import Inputs, Settings, Sums, for_each, item, normalised
+from csympow.forms.spans import Inputs, Settings, Sums, for_each, item, normalised, over_normaliser
 from csympow.prefix import Total, prefix_sum
 
 
@@ -80,8 +80,6 @@ def _forward(
     chunk, decay = _chunk(*x)
     inside = attention.forward(chunk, settings)
     carried = read(memory, chunk.q, settings)
-    # In exact arithmetic no normaliser is negative; rounding can make it so where queries and keys are orthogonal.
-    carried = carried._replace(denominator=jnp.maximum(carried.denominator, 0.0))
     sums = for_each(lambda near, far: near + decay.since_start[:, :, None] * far, inside, carried)
     after = write(discounted(memory, decay.log_across), Written(chunk.k, chunk.v, decay.until_end), settings)
     return after, (_time_first(normalised(sums)), _time_first(sums.denominator), memory if save else None)
@@ -155,8 +153,7 @@ def _finish(
 def _normalised_backward(
   dy: Float[Array, "B T H g dv"], y: Float[Array, "B T H g dv"], denominator: Float[Array, "B T H g 1"]
 ) -> Sums:
-  found = denominator > 0
-  dnumerator = jnp.where(found, dy / jnp.where(found, denominator, 1.0), 0.0)
+  dnumerator = over_normaliser(dy, denominator)
   return Sums(dnumerator, -jnp.sum(dnumerator * y, axis=-1, keepdims=True))
 
 

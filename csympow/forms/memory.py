@@ -45,11 +45,20 @@ def inner(a: Memory, b: Memory) -> Float[Array, "B H"]:
 def discounted(memory: Memory, log_discount: Float[Array, "B H 1 1"]) -> Memory:
   """The memory after tokens whose log gates sum to `log_discount`.
 
-  What is lost is subtracted: near 1 the discount itself rounds to another one, and over the many steps that such a
-  memory lasts, the difference adds up. A reset still leaves exactly 0.
+  Near 1 the discount rounds to another one, and over the many steps that such a memory lasts the difference adds up:
+  what the rounding lost is applied too. A reset leaves exactly 0.
   """
-  loss = jnp.expm1(log_discount)
-  return Memory(memory.S + memory.S * loss, memory.Z + memory.Z * loss)
+  discount = jnp.exp(log_discount)
+  lost = jnp.where(log_discount > -0.5, jnp.expm1(log_discount) - (discount - 1), 0.0)
+  return Memory(*(array * discount + array * lost for array in memory))
+
+
+def without_noise(sums: Sums) -> Sums:
+  """Drops what a query read from the state where the normaliser came out negative.
+
+  In exact arithmetic it cannot: there the query is orthogonal to all keys in the state, and both sums are rounding.
+  """
+  return for_each(lambda x: jnp.where(sums.denominator < 0, 0.0, x), sums)
 
 
 def read(memory: Memory, q: Float[Array, "B H g T d"], settings: Settings) -> Sums:
@@ -57,10 +66,11 @@ def read(memory: Memory, q: Float[Array, "B H g T d"], settings: Settings) -> Su
 
   def read_tile(q: Float[Array, "B H g t d"]) -> Sums:
     phi = symmetric_power(q, settings.power)
-    return Sums(
+    sums = Sums(
       jnp.einsum("bhgtf,bhfv->bhgtv", phi, memory.S, precision=settings.precision),
       exact_product("bhgtf,bhfu->bhgtu", phi, memory.Z),
     )
+    return without_noise(sums)
 
   return merge(lax.map(read_tile, split(q, settings.tile)))
 
@@ -73,6 +83,8 @@ def read_backward(
   def add_tile(total: Memory, x: tuple[Array, Sums]) -> tuple[Memory, Float[Array, "B H g t d"]]:
     q, dsum = x
     phi, transpose = jax.vjp(lambda q: symmetric_power(q, settings.power), q)
+    noise = exact_product("bhgtf,bhfu->bhgtu", phi, memory.Z) < 0  # see without_noise
+    dsum = for_each(lambda x: jnp.where(noise, 0.0, x), dsum)
     dphi = jnp.einsum("bhgtv,bhfv->bhgtf", dsum.numerator, memory.S, precision=settings.precision)
     dphi += dsum.denominator * jnp.swapaxes(memory.Z, -1, -2)[:, :, None]
     added = Memory(

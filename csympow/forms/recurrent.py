@@ -6,7 +6,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from csympow.features import symmetric_power
-from csympow.forms.memory import Memory, discounted, empty
+from csympow.forms.memory import Memory, discounted, empty, without_noise
 from csympow.forms.spans import Sums, exact_product, for_each, normalised
 
 
@@ -26,10 +26,10 @@ def step(
   older, v = discounted(memory, log_gate[..., None, None]), v[..., None, :]
   phi_k, phi_q = symmetric_power(k, power)[..., None], symmetric_power(q, power)
   own_weight = exact_product("bhgd,bhd->bhg", q, k)[..., None] ** power
-  sums = Sums(
-    exact_product("bhgf,bhfv->bhgv", phi_q, older.S) + own_weight * v,
-    jnp.maximum(exact_product("bhgf,bhfu->bhgu", phi_q, older.Z), 0.0) + own_weight,
+  carried = without_noise(
+    Sums(exact_product("bhgf,bhfv->bhgv", phi_q, older.S), exact_product("bhgf,bhfu->bhgu", phi_q, older.Z))
   )
+  sums = Sums(carried.numerator + own_weight * v, carried.denominator + own_weight)
   return Memory(older.S + phi_k * v, older.Z + phi_k), normalised(sums)
 
 
@@ -57,5 +57,5 @@ def attend(
     lambda x: jnp.moveaxis(x, 1, 0).reshape(-1, interval, x.shape[0], *x.shape[2:]), (q, k, v, log_gate)
   )
   start = empty(k, v, power) if memory is None else memory
-  final, y = lax.scan(jax.checkpoint(advance_interval), start, by_interval)
+  final, y = lax.scan(jax.checkpoint(advance_interval, prevent_cse=False), start, by_interval)
   return jnp.moveaxis(y.reshape(-1, *y.shape[2:]), 0, 1), final

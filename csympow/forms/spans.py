@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from csympow.prefix import Total
@@ -65,7 +66,19 @@ def exact_product(subscripts: str, *operands: Array) -> Float[Array, "..."]:
   return jnp.einsum(subscripts, *operands, precision="highest")
 
 
+# A normaliser at or below this counts as 0: one over it, times any cotangent, must stay finite.
+_SMALLEST = 1e-30
+
+
+def over_normaliser(x: Float[Array, "*lead v"], denominator: Float[Array, "*lead 1"]) -> Float[Array, "*lead v"]:
+  """X / denominator, and 0, with no gradient, for a row whose weights sum to 0."""
+  found = ~(denominator <= _SMALLEST)  # NaN is no empty row
+  denominator = jnp.where(found, denominator, 1.0)
+  # Both are scaled by the same constant first: the derivative of a quotient squares its denominator.
+  unit = lax.stop_gradient(1 / denominator)
+  return jnp.where(found, (x * unit) / (denominator * unit), 0.0)
+
+
 def normalised(sums: Sums) -> Float[Array, "*lead dv"]:
-  """Numerator / denominator, and 0, with no gradient, for a row whose weights sum to 0."""
-  found = sums.denominator > 0
-  return jnp.where(found, sums.numerator / jnp.where(found, sums.denominator, 1.0), 0.0)
+  """The outputs y."""
+  return over_normaliser(sums.numerator, sums.denominator)
