@@ -49,7 +49,7 @@ def require_count(name: str, value: Any, kind: str = "positive integer") -> None
 def require_array(name: str, array: Any, layout: str, shape: tuple[int, ...] | None = None) -> None:
   """An array of as many axes as the layout names, and of `shape` if that is known."""
   wanted = f"[{layout}]" if shape is None else f"[{layout}] = {shape}"
-  require(is_array(array), f"{name} must be an array of shape {wanted}, got {came(array)}")
+  require(is_array(array), f"{name} must be an array of shape {wanted}, got a {type(array).__name__}")
   fits = len(array.shape) == len(layout.split(",")) if shape is None else tuple(array.shape) == shape
   require(fits, f"{name} must have shape {wanted}, got {show(array)}")
 
