@@ -107,14 +107,6 @@ def test_a_split_inside_a_run_continues_it(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_one_segment_is_no_segments(form):
-  x, rest = inputs(FULL)
-  none = forward(x, {"rates": rest["rates"]}, form=form)
-  one = comparing.full_results(x, rest | {"segment_ids": jnp.full((2, 17), 6, jnp.int32)}, form)
-  comparing.assert_results_close(none, one, 1e-6)
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_each_row_of_a_batch_has_its_own_segments(form):
   x, rest = inputs(FULL)
   patterns = [IDS["runs"], IDS["padding between runs"]]

@@ -47,7 +47,10 @@ def between(x, start, stop, state=None):
   return {n: a[:, start:stop] for n, a in x.items() if n in TIMED} | {n: state[n] for n in STATE}
 
 
-SHAPES = [{"power": 2, "d": 4, "dv": 3, "H": 2, "groups": 2}, {"power": 4, "d": 2, "dv": 1, "H": 1, "groups": 1}]
+SHAPES = [
+  {"power": 2, "d": 4, "dv": 3, "H": 2, "groups": 2},
+  {"power": 4, "d": 3, "dv": 1, "H": 1, "groups": 1, "rotation": "none"},
+]
 
 
 @hypothesis.settings(max_examples=30)

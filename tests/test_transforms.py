@@ -41,12 +41,6 @@ def both(x, rest, form):
   return with_gradients(lambda x: run(x, rest, form), x, cotangents(CASE))
 
 
-@functools.cache
-def plain(form):
-  """Results and gradients with nothing but jit around."""
-  return jax.tree.map(np.asarray, quick_jit(functools.partial(both, form=form))(*inputs(CASE)))
-
-
 def test_jit_changes_nothing():
   case = Case(T=7, rotation="none", entry="attention")
   y = csympow.attention(**inputs(case)[0], form="chunked", chunk_size=3)
@@ -61,7 +55,7 @@ def test_vmap_over_some_arguments_is_a_loop_forward_and_backward(form):
   many = x | {n: jnp.stack([0.5 * x[n], x[n]]) for n in some}
   axes = {n: 0 if n in some else None for n in x}
   out = quick_jit(jax.vmap(lambda x: both(x, rest, form), in_axes=(axes,)))(many)
-  assert_results_close(jax.tree.map(lambda a: a[1], out), plain(form), 1e-5)
+  assert_results_close(jax.tree.map(lambda a: a[1], out), expected(CASE), 1e-5)
   other = reference_results(x | {n: 0.5 * x[n] for n in some}, rest, cotangents(CASE))
   assert_results_close(jax.tree.map(lambda a: a[0], out), other, 1e-5)
 
@@ -140,7 +134,7 @@ def test_shard_map_over_batch_and_heads_changes_nothing(form):
   )
   out = quick_jit(lambda x, rest, weights: with_gradients(lambda x: sharded(x, rest), x, weights))(x, rest, weights)
   assert len(out["y"].sharding.device_set) == 8
-  assert_results_close(jax.tree.map(np.asarray, out), plain(form), 1e-5)
+  assert_results_close(jax.tree.map(np.asarray, out), expected(CASE), 1e-5)
 
 
 def test_arrays_that_lie_on_eight_devices_give_the_same_numbers():
@@ -149,7 +143,7 @@ def test_arrays_that_lie_on_eight_devices_give_the_same_numbers():
   mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
   placed = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), (x, rest), specs(x, rest))
   out = quick_jit(functools.partial(both, form="chunked"))(*placed)
-  assert_results_close(jax.tree.map(np.asarray, out), plain("chunked"), 1e-5)
+  assert_results_close(jax.tree.map(np.asarray, out), expected(CASE), 1e-5)
 
 
 def test_step_under_shard_map_and_vmap_changes_nothing():
