@@ -106,7 +106,12 @@ def test_constant_values_come_back_unchanged(form):
 def test_enabling_float64_elsewhere_changes_no_dtype(form):
   x, rest = comparing.inputs(comparing.FULL)
   with jax.enable_x64(True):
-    out = jax.eval_shape(lambda x, rest: comparing.full_results(x, rest, form), x, rest)
+    out = jax.eval_shape(
+      lambda x, rest, weights: comparing.with_gradients(
+        lambda x: comparing.call(x, rest, entry="continued", form=form, chunk_size=5), x, weights
+      ),
+      *(x, rest, comparing.cotangents(comparing.FULL)),
+    )
   for name, value in out.items():
     assert value.dtype == jnp.float32, name
 
