@@ -36,6 +36,7 @@ from csympow.nn import (
   check_cache,
   check_options,
 )
+from csympow.sharding import Layout
 from csympow.validation import DTYPES
 
 # What the backward pass finds stored of each layer, beside its input. "none": everything it needs. "dots": the results
@@ -119,7 +120,7 @@ class ModelConfig:
 class Block(nnx.Module):
   """One layer: attention, then the MLP, each behind a LayerNorm and added to the residual stream."""
 
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+  def __init__(self, config: ModelConfig, *, layout: Layout | None = None, rngs: nnx.Rngs) -> None:
     dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
     into_stream = _normal_init(1 / math.sqrt(2 * config.num_layers))
     self.attention_norm = _layer_norm(config, rngs)
@@ -129,6 +130,7 @@ class Block(nnx.Module):
       param_dtype=param_dtype,
       kernel_init=_normal_init(),
       out_kernel_init=into_stream,
+      layout=layout,
       rngs=rngs,
     )
     self.mlp_norm = _layer_norm(config, rngs)
@@ -191,10 +193,16 @@ class Transformer(nnx.Module):
 
   Every parameter of `layers` has a leading layer axis. Compile what you call (`jax.jit` or `nnx.jit`): outside of it,
   every call compiles the scan over the layers anew.
+
+  Args:
+    config: its shape.
+    layout: the mesh that whole sequences run on; None: wherever the arguments lie.
+    rngs: the random streams to initialise from.
   """
 
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+  def __init__(self, config: ModelConfig, *, layout: Layout | None = None, rngs: nnx.Rngs) -> None:
     self.config = config
+    self.layout = layout
     # Rows are looked up, and their gradients added up, in the parameters' dtype: a frequent token's gradient is a sum
     # of thousands, which 8 bits cannot hold.
     self.embedding = nnx.Embed(
@@ -206,7 +214,7 @@ class Transformer(nnx.Module):
       rngs=rngs,
     )
     self.embedding_norm = _layer_norm(config, rngs)
-    self.layers = _stacked_blocks(config, rngs)
+    self.layers = _stacked_blocks(config, layout, rngs)
     self.final_norm = _layer_norm(config, rngs)
 
   @validated(_check_sequence)
@@ -237,9 +245,9 @@ class Transformer(nnx.Module):
 
     def layer(x: Array, parameters: Any) -> tuple[Array, tuple[Array | None, Array | None]]:
       block = nnx.merge(graphdef, parameters)
-      return block(x, segment_ids), block.gates(x) if with_gates else (None, None)
+      return self._laid_out(block(x, segment_ids)), block.gates(x) if with_gates else (None, None)
 
-    x, gates = lax.scan(REMAT[self.config.remat](layer), self._embed(tokens), layers)
+    x, gates = lax.scan(REMAT[self.config.remat](layer), self._laid_out(self._embed(tokens)), layers)
     return self.final_norm(x), gates
 
   def logits(self, hidden: Float[Array, "*lead d_model"]) -> Float[Array, "*lead padded_vocab_size"]:
@@ -277,6 +285,9 @@ class Transformer(nnx.Module):
     hidden, cache = self._extend(self._embed(token), cache, Block.step)
     return self.logits(hidden), cache
 
+  def _laid_out(self, x: Float[Array, "B T d_model"]) -> Float[Array, "B T d_model"]:
+    return x if self.layout is None else self.layout.constrain(x, "batch", "time", "width")
+
   def _embed(self, tokens: Integer[Array, "*lead"]) -> Float[Array, "*lead d_model"]:
     x: Array = self.embedding_norm(self.embedding(tokens))
     return x
@@ -296,7 +307,7 @@ class Transformer(nnx.Module):
       x, cache = carry
       index, parameters = scanned
       of_layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), cache)
-      of_layer = lax.optimization_barrier(of_layer)  # type: ignore[no-untyped-call]
+      of_layer = lax.optimization_barrier(of_layer)
       x, new = through(nnx.merge(graphdef, parameters), x, of_layer)
       cache = jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b.astype(a.dtype), index, 0), cache, new)
       return (x, cache), None
@@ -305,11 +316,11 @@ class Transformer(nnx.Module):
     return self.final_norm(x), cache
 
 
-def _stacked_blocks(config: ModelConfig, rngs: nnx.Rngs) -> Block:
+def _stacked_blocks(config: ModelConfig, layout: Layout | None, rngs: nnx.Rngs) -> Block:
   @nnx.split_rngs(splits=config.num_layers)
   @nnx.vmap(in_axes=0, out_axes=0)
   def make(rngs: nnx.Rngs) -> Block:
-    return Block(config, rngs=rngs)
+    return Block(config, layout=layout, rngs=rngs)
 
   return make(rngs)
 

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Integer
 import csympow
 from csympow import softmax
 from csympow.checks import require_count, validated
+from csympow.sharding import Layout
 from csympow.softmax import KVCache
 from csympow.validation import FORMS, IMPLEMENTATIONS, check_chunk_size, check_implementation, check_power
 
@@ -146,6 +147,7 @@ class ConformalAttention(nnx.Module):
     param_dtype: what the parameters are stored in.
     kernel_init: initialises every kernel. `nnx.with_partitioning` works here.
     out_kernel_init: initialises `out`, for models that scale down what enters the residual stream. None: `kernel_init`.
+    layout: the mesh that whole sequences are attended to on; `prefill` and `step` run where their arguments lie.
     rngs: the random streams to initialise from.
   """
 
@@ -168,6 +170,7 @@ class ConformalAttention(nnx.Module):
     param_dtype: Dtype = jnp.float32,
     kernel_init: Initializer = nnx.initializers.lecun_normal(),  # noqa: B008, a pure function
     out_kernel_init: Initializer | None = None,
+    layout: Layout | None = None,
     rngs: nnx.Rngs,
   ) -> None:
     self.d_model = d_model
@@ -183,6 +186,7 @@ class ConformalAttention(nnx.Module):
     self.implementation = implementation
     self.dtype = dtype
     self.param_dtype = param_dtype
+    self.layout = layout
 
     linear = functools.partial(
       nnx.LinearGeneral, use_bias=False, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
@@ -222,8 +226,10 @@ class ConformalAttention(nnx.Module):
     """
     q, k, v = self.query(x), self.key(x), self.value(x)
     if self.variant == "softmax":
-      return self.out(softmax.attention(q, k, v, self._rates(), segment_ids, self.implementation))
-    return self.out(csympow.attention(q, k, v, segment_ids=segment_ids, **self._gating(x), **self._how()))
+      attend_softmax = softmax.attention if self.layout is None else self.layout.softmax
+      return self.out(attend_softmax(q, k, v, self._rates(), segment_ids, self.implementation))
+    attend = csympow.attention if self.layout is None else self.layout.attention
+    return self.out(attend(q, k, v, segment_ids=segment_ids, **self._gating(x), **self._how()))
 
   def init_cache(self, batch: int, max_length: int | None = None, dtype: Dtype | None = None) -> Cache:
     """The empty cache to decode from, an immutable pytree.

@@ -1,0 +1,1 @@
+"""Datasets: text to rows of tokens, and rows of tokens to batches."""

@@ -1,0 +1,45 @@
+"""Where long work stands and how long it will take, for a terminal or a log."""
+
+import sys
+import time
+
+
+class Progress:
+  """One line on a terminal, a line now and then in a log."""
+
+  def __init__(self, total: int):
+    self._total, self._fresh, self.done = total, 0, 0
+    self._start = time.monotonic()
+    self._terminal = sys.stdout.isatty()
+    self._interval = 0.1 if self._terminal else 5.0
+    self._shown = self._start
+
+  @property
+  def seconds(self) -> float:
+    """Since the beginning."""
+    return max(time.monotonic() - self._start, 1e-3)
+
+  def add(self, weight: int, fresh: bool = True) -> None:
+    """Counts work as done; time is predicted from what was not found done already."""
+    self.done += weight
+    self._fresh += weight * fresh
+
+  def show(self, text: str) -> None:
+    """Says so, if it is time to."""
+    if time.monotonic() - self._shown >= self._interval:
+      self._shown = time.monotonic()
+      left = self.seconds * (self._total - self.done) / self._fresh if self._fresh else None
+      self._print(f"{text}, {'?' if left is None else _duration(left)} left", end="" if self._terminal else "\n")
+
+  def end(self, text: str) -> None:
+    """Says what was done."""
+    self._print(f"{text}, {_duration(self.seconds)}", end="\n")
+
+  def _print(self, text: str, end: str) -> None:
+    print(f"\r{text}\033[K" if self._terminal else text, end=end, flush=True)
+
+
+def _duration(seconds: float) -> str:
+  minutes, rest = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f"{hours}h {minutes}m" if hours else f"{minutes}m {rest}s" if minutes else f"{rest}s"

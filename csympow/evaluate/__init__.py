@@ -1,0 +1,1 @@
+"""What a trained model can do: its loss against context, and what it writes."""

@@ -1,0 +1,123 @@
+"""Held-out loss against context: streamed through the state piece by piece, far past the training context."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from csympow.data.loader import Windows
+from csympow.model import Transformer
+from csympow.nn import Cache
+from csympow.train.loss import token_losses
+
+_PIECE = 512  # tokens that enter the state at once
+
+
+class Curve(NamedTuple):
+  """The loss at positions in (context / 2, context], one entry a power of two.
+
+  Attributes:
+    context: the last position of each bucket.
+    loss: the mean over positions and documents, in nats.
+    error: its standard error over documents.
+    documents: how many.
+  """
+
+  context: list[int]
+  loss: list[float]
+  error: list[float]
+  documents: int
+
+
+def position_losses(
+  model: Transformer, windows: Windows, indices: list[int], check: Callable[[int], None] = lambda done: None
+) -> Float[np.ndarray, "documents length"]:
+  """The loss of every position of some windows, all at once, in memory that does not grow with their length.
+
+  NaN where there is nothing to predict. `check` is called between pieces with the tokens done.
+  """
+  rows = [windows[index] for index in indices]
+  tokens, targets = np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
+  length = tokens.shape[1]
+  piece = min(_PIECE, length)
+
+  @jax.jit
+  def advance(
+    model: Transformer, cache: Cache, tokens: Int[jax.Array, "B t"], targets: Int[jax.Array, "B t"]
+  ) -> tuple[Float[jax.Array, "B t"], Cache]:
+    hidden, cache = model.prefill_hidden(tokens, cache)
+    nll, _ = token_losses(model.logits(hidden), targets)
+    return jnp.where(targets >= 0, nll, jnp.nan), cache
+
+  # Padding up to whole pieces: one program for all of them.
+  padding = ((0, 0), (0, -length % piece))
+  tokens, targets = np.pad(tokens, padding), np.pad(targets, padding, constant_values=-1)
+  cache = model.init_cache(len(rows), tokens.shape[1])
+  found = []
+  for start in range(0, tokens.shape[1], piece):
+    check(start)
+    part = slice(start, start + piece)
+    nll, cache = advance(model, cache, tokens[:, part], targets[:, part])
+    found.append(np.asarray(nll))
+  return np.concatenate(found, axis=1)[:, :length]
+
+
+def curve(losses: Float[np.ndarray, "documents length"]) -> Curve:
+  """The losses by powers of two of the position."""
+  documents, length = losses.shape
+  contexts = [2**n for n in range(length.bit_length()) if 2**n <= length]
+  means, errors = [], []
+  for context in contexts:
+    by_document = np.nanmean(losses[:, context // 2 : context], axis=1)
+    means.append(float(by_document.mean()))
+    errors.append(float(by_document.std(ddof=1) / np.sqrt(documents)) if documents > 1 else float("nan"))
+  return Curve(contexts, means, errors, documents)
+
+
+def table(result: Curve, trained: int) -> str:
+  """For a terminal."""
+  lines = ["  positions         loss (nats/token)   standard error"]
+  for context, loss, error in zip(result.context, result.loss, result.error, strict=True):
+    if context < 8 and context != 1:
+      continue
+    span = f"{context // 2 + 1:,} to {context:,}" if context > 1 else "1"
+    mark = "   <- training context" if context == trained else f"   {context // trained}x" if context > trained else ""
+    lines.append(f"  {span:<18}{loss:>10.4f}{error:>19.4f}{mark}")
+  return "\n".join(lines)
+
+
+def write(result: Curve, directory: Path, trained: int, label: str) -> Path:
+  """Writes context.csv, context.json and context.png; returns the picture's path."""
+  with (directory / "context.csv").open("w", newline="") as opened:
+    writer = csv.writer(opened)
+    writer.writerow(["context", "loss", "standard_error", "documents"])
+    writer.writerows(zip(result.context, result.loss, result.error, [result.documents] * len(result.loss), strict=True))
+  (directory / "context.json").write_text(json.dumps(result._asdict() | {"trained_at": trained}, indent=1))
+  return _plot(result, directory / "context.png", trained, label)
+
+
+def _plot(result: Curve, path: Path, trained: int, label: str) -> Path:
+  # Not pyplot: that would look for a display.
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(6.4, 4), dpi=150, layout="constrained")
+  FigureCanvasAgg(figure)
+  axes = figure.subplots()
+  middle = [max(1.0, 0.75 * context) for context in result.context]
+  axes.errorbar(middle, result.loss, yerr=result.error, marker="o", markersize=4, capsize=2, label=label)
+  axes.axvline(trained, color="red", linestyle="--", linewidth=1, label=f"training context, {trained:,} tokens")
+  axes.set_xscale("log", base=2)
+  axes.set_xlabel("position in the document (tokens)")
+  axes.set_ylabel("held-out loss (nats per token)")
+  axes.set_title(f"{result.documents} held-out documents, mean and standard error", fontsize=10)
+  axes.grid(alpha=0.3)
+  axes.legend()
+  figure.savefig(path)
+  return path

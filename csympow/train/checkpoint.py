@@ -1,0 +1,197 @@
+"""Checkpoints: written by Orbax in the background, believed only when a manifest vouches for every byte.
+
+`checkpoints/STEP/` is an Orbax checkpoint and, last of all and by an atomic rename, `MANIFEST.json`: the SHA-256 of
+each of its files. One without a manifest was never finished and does not count; one that does not match its manifest is
+damaged, is moved to `checkpoints.damaged/`, and the one before it is used. Nothing here unpickles.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from csympow.config import CheckpointConfig, ConfigError
+from csympow.train.step import TrainState
+
+MANIFEST = "MANIFEST.json"
+
+
+class DamagedError(Exception):
+  """A checkpoint is not what was written."""
+
+
+@dataclasses.dataclass
+class _Saving:
+  thread: threading.Thread
+  step: int
+  error: BaseException | None = None
+
+
+class Checkpoints:
+  """The checkpoints of one run. All processes call the same methods in the same order."""
+
+  def __init__(self, directory: Path, config: CheckpointConfig) -> None:
+    self._directory, self._config = directory, config
+    self._saving: _Saving | None = None
+    self.last_step: int | None = None
+
+  def restore(self, abstract: TrainState) -> tuple[TrainState | None, list[str]]:
+    """The newest state that is whole, on the devices of `abstract`, or None; and what was found on the way."""
+    step, error = -1, ""
+    remarks: list[str] = []
+    if jax.process_index() == 0:
+      try:
+        step, remarks = self._newest_whole()
+      except ConfigError as failure:
+        error = str(failure)
+    if jax.process_count() > 1:
+      step = int(multihost_utils.broadcast_one_to_all(jax.numpy.int32(-2 if error else step)))
+    if error or step == -2:
+      raise ConfigError(error or "the first process found no usable checkpoint; its own line says why")
+    if step < 0:
+      return None, remarks
+    state = ocp.load(self._directory / str(step), abstract)
+    self.last_step = step
+    return TrainState(*state), remarks
+
+  def save(self, state: TrainState) -> None:
+    """Begins to write the state and returns when its buffers may be given away; waits for a save under way first."""
+    self.wait()
+    step = int(state.step)
+    if step == self.last_step:
+      return
+    # On a CPU, Orbax would read the very buffers that the next step is given to write into.
+    snapshot = jax.tree.map(jax.numpy.copy, state) if jax.default_backend() == "cpu" else state
+    response = ocp.save_async(self._directory / str(step), snapshot)
+    saving = _Saving(threading.Thread(), step)
+
+    def finish() -> None:
+      try:
+        response.result()
+        if jax.process_index() == 0:
+          write_manifest(self._directory / str(step))
+          self._delete_old(step)
+      except BaseException as error:
+        saving.error = error
+
+    saving.thread = threading.Thread(target=finish, name=f"save-{step}")
+    saving.thread.start()
+    self._saving = saving
+
+  def wait(self) -> None:
+    """Returns when no save is under way; raises what the last one failed by."""
+    if self._saving is None:
+      return
+    self._saving.thread.join()
+    saving, self._saving = self._saving, None
+    if saving.error is not None:
+      raise saving.error
+    self.last_step = saving.step
+
+  def _newest_whole(self) -> tuple[int, list[str]]:
+    remarks = []
+    damaged = False
+    self._clear_unfinished()
+    for step in reversed(finished_steps(self._directory)):
+      path = self._directory / str(step)
+      try:
+        verify(path)
+      except DamagedError as error:
+        damaged = True
+        moved = _set_aside(path)
+        remarks.append(f"checkpoint {step} is damaged ({error}); moved to {moved}")
+        continue
+      if damaged:
+        remarks.append(f"going on from checkpoint {step}")
+      return step, remarks
+    if damaged:
+      raise ConfigError(f"{'; '.join(remarks)}; no other is left: move {self._directory} away to start over")
+    return -1, remarks
+
+  def _clear_unfinished(self) -> None:
+    """Removes what a save that was cut off has left."""
+    if not self._directory.is_dir():
+      return
+    for path in self._directory.iterdir():
+      if path.name[0].isdigit() and path.is_dir() and not (path / MANIFEST).exists():
+        shutil.rmtree(path)
+
+  def _delete_old(self, newest: int) -> None:
+    period = self._config.keep_every
+    steps = [step for step in finished_steps(self._directory) if step <= newest]
+    for step in steps[: -self._config.keep]:
+      if period is None or step % period:
+        # The manifest goes first: half a deletion is then an unfinished checkpoint, not a damaged one.
+        (self._directory / str(step) / MANIFEST).unlink()
+        shutil.rmtree(self._directory / str(step))
+
+
+def finished_steps(directory: Path) -> list[int]:
+  """The steps that have a manifest, in order, read from the disk each time."""
+  if not directory.is_dir():
+    return []
+  return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit() and (path / MANIFEST).exists())
+
+
+def write_manifest(path: Path) -> None:
+  """Vouches for what the directory holds now, down to the disk."""
+  files = {}
+  for file in _files(path):
+    with file.open("rb") as opened:
+      os.fsync(opened.fileno())
+    files[str(file.relative_to(path))] = _digest(file)
+  temporary = path / f".{MANIFEST}"
+  with temporary.open("w") as opened:
+    json.dump({"sha256": files}, opened, indent=1)
+    opened.flush()
+    os.fsync(opened.fileno())
+  temporary.rename(path / MANIFEST)
+  _sync_directory(path)
+
+
+def verify(path: Path) -> None:
+  """Raises DamagedError, naming the file, unless the directory holds what its manifest says."""
+  try:
+    wanted: dict[str, Any] = json.loads((path / MANIFEST).read_text())["sha256"]
+    names = dict(wanted.items())
+  except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    raise DamagedError(f"{MANIFEST} cannot be read") from error
+  for name, digest in names.items():
+    if not (path / name).is_file():
+      raise DamagedError(f"{name} is missing")
+    if _digest(path / name) != digest:
+      raise DamagedError(f"{name} is not what was written")
+
+
+def _files(path: Path) -> list[Path]:
+  return sorted(file for file in path.rglob("*") if file.is_file() and file.name not in (MANIFEST, f".{MANIFEST}"))
+
+
+def _digest(file: Path) -> str:
+  with file.open("rb") as opened:
+    return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _set_aside(path: Path) -> Path:
+  target = path.parent.with_name(path.parent.name + ".damaged") / path.name
+  target.parent.mkdir(exist_ok=True)
+  free, n = target, 1
+  while free.exists():
+    free, n = target.with_name(f"{target.name}.{n}"), n + 1
+  return path.rename(free)
+
+
+def _sync_directory(path: Path) -> None:
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)

@@ -1,0 +1,68 @@
+"""The directory of a run: what it must be before anything is written to it, and the config it belongs to."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from csympow.config import Config, ConfigError, differences, to_dict
+from csympow.train.metrics import size
+
+
+def check(workdir: Path, config: Config, fingerprint: str) -> None:
+  """Raises a ConfigError unless the run may use the directory: writable, and empty or of the same run."""
+  writable = workdir if workdir.is_dir() else next(parent for parent in workdir.absolute().parents if parent.exists())
+  if workdir.exists() and not workdir.is_dir():
+    raise ConfigError(f"--workdir={workdir} is a file")
+  try:
+    with tempfile.TemporaryFile(dir=writable):
+      pass
+  except OSError as error:
+    raise ConfigError(f"--workdir={workdir} cannot be written to: {os.strerror(error.errno or 0)}") from error
+  stored = _stored(workdir)
+  if stored is None:
+    return
+  differing = differences(to_dict(config), stored["config"])
+  if differing:
+    told = "; ".join(f"{name} is {theirs!r} there, {ours!r} here" for name, (ours, theirs) in sorted(differing.items()))
+    raise ConfigError(f"--workdir={workdir} holds a run of another config: {told}. Give this one a workdir of its own")
+  if stored["data"] != fingerprint:
+    raise ConfigError(f"--workdir={workdir} holds a run on other data: {config.data.train} has changed since")
+
+
+def claim(workdir: Path, config: Config, fingerprint: str) -> None:
+  """Writes config.json, which makes the directory this run's."""
+  workdir.mkdir(parents=True, exist_ok=True)
+  temporary = workdir / ".config.json"
+  with temporary.open("w") as opened:
+    json.dump({"config": to_dict(config), "data": fingerprint}, opened, indent=1)
+    opened.flush()
+    os.fsync(opened.fileno())
+  temporary.rename(workdir / "config.json")
+
+
+def check_room(workdir: Path, checkpoint_bytes: int, keep: int) -> None:
+  """Raises a ConfigError if the disk has no room for the checkpoints that will be there at once."""
+  free = shutil.disk_usage(workdir).free
+  needed = checkpoint_bytes * (keep + 1)
+  if free < needed:
+    raise ConfigError(
+      f"--workdir={workdir} has {size(free)} free, and {keep + 1} checkpoints of {size(checkpoint_bytes)} need "
+      f"{size(needed)}"
+    )
+
+
+def _stored(workdir: Path) -> dict[str, Any] | None:
+  path = workdir / "config.json"
+  if not path.exists():
+    if (workdir / "checkpoints").exists():
+      raise ConfigError(f"--workdir={workdir} has checkpoints and no config.json to tell whose they are")
+    return None
+  try:
+    stored: dict[str, Any] = json.loads(path.read_text())
+    stored["config"]["model"], stored["data"]
+  except (ValueError, KeyError, TypeError) as error:
+    raise ConfigError(f"{path} cannot be read as the config of a run") from error
+  return stored

@@ -1,0 +1,488 @@
+"""Preparing a dataset: no token is lost, nothing but the input decides the result, no interruption harms it."""
+
+import contextlib
+import csv
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from csympow.data import output, prepare
+from csympow.data.packing import OPEN_ROWS, Piece, pack
+from csympow.data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer, load_tokenizer, train_bpe
+from csympow.data.zarr_writer import write_rows
+
+ROW = 16
+SPLITS = ("train", "heldout")
+WORDS = (
+  "the",
+  "quick",
+  "brown",
+  "fox",
+  "jumps",
+  "over",
+  "lazy",
+  "dogs",
+  "while",
+  "snow",
+  "falls",
+  "on",
+  "old",
+  "roofs",
+)
+
+
+def run(*arguments):
+  """The command in this process: exit code, stdout, stderr."""
+  out, err = io.StringIO(), io.StringIO()
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    code = prepare.main([str(a) for a in arguments])
+  return code, out.getvalue(), err.getvalue()
+
+
+def succeed(*arguments):
+  code, out, err = run(*arguments)
+  assert (code, err) == (0, "")
+  return out
+
+
+def refuse(*arguments, code=2):
+  """The one line that a command is refused with."""
+  got, _, err = run(*arguments)
+  assert got == code, err
+  assert err.count("\n") == 1
+  assert "Traceback" not in err
+  return err
+
+
+def write(directory, texts):
+  """Each text as a file; returns the directory."""
+  directory.mkdir(parents=True, exist_ok=True)
+  for i, text in enumerate(texts):
+    (directory / f"{i:05}.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+  return directory
+
+
+def prose(seed, words):
+  return " ".join(random.Random(seed).choices(WORDS, k=words))
+
+
+def load(path):
+  """An array, as the loader reads it: an absent chunk is an error."""
+  spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{path}/"}, "fill_missing_data_reads": False}
+  return ts.open(spec, read=True).result().read().result()
+
+
+def read_split(out, split):
+  """Its segments in order of rows, as tuples; checks what is true of every row."""
+  described = json.loads((out / "dataset.json").read_text())["splits"][split]
+  if described["array"] is None:
+    assert not (out / f"{split}.zarr").exists()
+    return []
+  tokens, segments = load(out / f"{split}.zarr"), load(out / f"{split}.segments.zarr")
+  assert tokens.dtype == np.uint16
+  assert tokens.shape == segments.shape
+  assert described["rows"] == len(tokens)
+  assert described["tokens"] == (segments >= 0).sum()
+  assert described["tokens_sha256"] == hashlib.sha256(tokens.tobytes()).hexdigest()
+  assert described["segments_sha256"] == hashlib.sha256(segments.tobytes()).hexdigest()
+  found = []
+  for row, ids in zip(tokens, segments, strict=True):
+    used = ids[ids >= 0]
+    assert (ids[len(used) :] == -1).all()
+    assert (row[len(used) :] == 0).all()
+    assert sorted(set(used.tolist())) == list(range(used[-1] + 1))
+    assert (np.diff(used) >= 0).all()
+    found.extend(tuple(row[ids == segment].tolist()) for segment in range(used[-1] + 1))
+  return found
+
+
+def expected_segments(tokens, row_length):
+  """Rows of its own, and the remainder."""
+  return [tuple(tokens[i : i + row_length]) for i in range(0, len(tokens), row_length)]
+
+
+def snapshot(directory):
+  """Every file below a directory, and its bytes."""
+  return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+documents = st.lists(st.text(st.sampled_from("ab\r\n\0é猫"), max_size=3 * ROW), min_size=1, max_size=12)
+
+
+@hypothesis.given(documents, st.integers(1, 3))
+@hypothesis.settings(max_examples=25)
+def test_every_token_of_every_document_comes_back(tmp_path_factory, texts, rows_per_chunk):
+  hypothesis.assume(any(texts))
+  base = tmp_path_factory.mktemp("round_trip")
+  out = base / "out"
+  sizes = (f"--row_length={ROW}", f"--rows_per_chunk={rows_per_chunk}")
+  succeed(write(base / "in", texts), f"--out={out}", *sizes, "--heldout=0")
+  found = read_split(out, "train")
+  wanted = [piece for text in texts for piece in expected_segments(list(text.encode()), ROW)]
+  assert Counter(found) == Counter(wanted)
+  whole = [piece for piece in wanted if len(piece) == ROW]
+  assert [piece for piece in found if len(piece) == ROW] == whole, "rows of a document follow one another"
+
+
+@hypothesis.given(st.lists(st.integers(0, 40), max_size=300))
+def test_packing_puts_each_token_in_one_place_and_wastes_little(lengths):
+  rows = pack(lengths, ROW)
+  places = Counter((p.document, i) for row in rows for p in row for i in range(p.start, p.stop))
+  assert places == Counter((document, i) for document, length in enumerate(lengths) for i in range(length))
+  sizes = [sum(p.stop - p.start for p in row) for row in rows]
+  assert all(0 < size <= ROW for size in sizes)
+  # First fit leaves no two open rows half empty; with few rows none is closed early.
+  if len(rows) <= OPEN_ROWS:
+    assert sum(size <= ROW // 2 for size in sizes) <= 1
+
+
+def test_the_split_is_decided_by_a_hash_of_the_bytes_alone(tmp_path):
+  texts = [prose(seed, 6) for seed in range(200)]
+  succeed(write(tmp_path / "a", texts), f"--out={tmp_path / 'x'}", "--heldout=0.25", "--row_length=64")
+  succeed(write(tmp_path / "b", texts[::-1]), f"--out={tmp_path / 'y'}", "--heldout=0.25", "--row_length=64")
+  splits = [{split: Counter(read_split(tmp_path / out, split)) for split in SPLITS} for out in "xy"]
+  assert splits[0] == splits[1]
+  assert 25 <= splits[0]["heldout"].total() <= 80
+  assert (splits[0]["train"] + splits[0]["heldout"]).total() == len(texts)
+
+
+def test_the_same_input_gives_the_same_bytes_wherever_it_lies(tmp_path):
+  texts = [prose(seed, 20 * seed) for seed in range(1, 20)]
+  for name in "ab":
+    succeed(write(tmp_path / name / "in", texts), f"--out={tmp_path / name / 'out'}", "--row_length=100")
+  assert snapshot(tmp_path / "a" / "out") == snapshot(tmp_path / "b" / "out")
+
+
+def test_compressed_files_are_documents_like_others(tmp_path):
+  texts = [prose(seed, 30) for seed in range(3)]
+  plain = write(tmp_path / "plain", texts)
+  packed = tmp_path / "packed"
+  packed.mkdir()
+  (packed / "00000.txt").write_text(texts[0])
+  (packed / "00001.txt.xz").write_bytes(lzma.compress(texts[1].encode()))
+  (packed / "00002.txt.gz").write_bytes(gzip.compress(texts[2].encode()))
+  for directory in (plain, packed):
+    succeed(directory, f"--out={tmp_path / directory.name}.out", "--row_length=64", "--heldout=0")
+  arrays = [load(tmp_path / f"{name}.out" / "train.zarr") for name in ("plain", "packed")]
+  np.testing.assert_array_equal(*arrays)
+  (packed / "00001.txt.xz").write_bytes(lzma.compress(texts[1].encode())[:-20])
+  assert "00001.txt.xz" in refuse(packed, f"--out={tmp_path / 'torn'}")
+
+
+def write_manifest(path, texts, **changes):
+  rows, offset = [], 0
+  for i, text in enumerate(texts):
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    split = "heldout" if i % 3 == 2 else "train"
+    rows.append({"byte_offset": offset, "bytes": len(text.encode()), "split": split, "sha256": sha256})
+    offset += len(text.encode())
+  rows[-1] |= changes
+  with path.open("w", newline="") as file:
+    writer = csv.DictWriter(file, rows[0])
+    writer.writeheader()
+    writer.writerows(rows[::-1])
+  return path
+
+
+def test_a_manifest_cuts_one_file_and_decides_the_split(tmp_path):
+  texts = [prose(seed, 20) + "é" for seed in range(7)]
+  books = tmp_path / "books.txt.xz"
+  books.write_bytes(lzma.compress("".join(texts).encode()))
+  out = tmp_path / "out"
+  manifest = write_manifest(tmp_path / "m.csv", texts)
+  succeed(books, f"--manifest={manifest}", f"--out={out}", f"--row_length={ROW}")
+  for split in SPLITS:
+    chosen = [text for i, text in enumerate(texts) if (i % 3 == 2) == (split == "heldout")]
+    wanted = [piece for text in chosen for piece in expected_segments(list(text.encode()), ROW)]
+    assert Counter(read_split(out, split)) == Counter(wanted)
+  for change, words in (
+    ({"sha256": "0" * 64}, "sha256"),
+    ({"bytes": 10**6}, "ends at byte"),
+    ({"split": "test"}, "train or heldout"),
+    ({"bytes": "x"}, "integers"),
+    ({"byte_offset": 1}, "overlap"),
+  ):
+    manifest = write_manifest(tmp_path / "bad.csv", texts, **change)
+    assert words in refuse(books, f"--manifest={manifest}", f"--out={tmp_path / 'bad'}")
+
+
+def test_the_format_is_that_of_longcrawl64_and_chunks_of_zeros_are_there(tmp_path):
+  out = tmp_path / "out"
+  succeed(write(tmp_path / "in", [b"\0" * 64, b"\0" * 40]), f"--out={out}", "--row_length=32", "--heldout=0")
+  stored = json.loads((out / "train.zarr" / ".zarray").read_text())
+  assert (stored["zarr_format"], stored["dtype"], stored["shape"], stored["chunks"]) == (2, "<u2", [4, 32], [1, 32])
+  assert (stored["compressor"]["id"], stored["compressor"]["cname"]) == ("blosc", "lz4")
+  for array in ("train.zarr", "train.segments.zarr"):
+    assert {p.name for p in (out / array).iterdir()} == {".zarray", "0.0", "1.0", "2.0", "3.0"}
+    load(out / array)
+  assert {p.name for p in out.iterdir()} == {"train.zarr", "train.segments.zarr", "dataset.json"}
+
+
+def test_long_rows_are_several_chunks_and_many_segments_have_a_wider_type(tmp_path):
+  length = 70_000
+  out = tmp_path / "out"
+  file = write(tmp_path / "in", ["x" * length]) / "00000.txt"
+  succeed(file, f"--out={out}", f"--row_length={length}", "--heldout=0")
+  assert {p.name for p in (out / "train.zarr").iterdir()} == {".zarray", "0.0", "0.1"}
+  assert (load(out / "train.zarr") == ord("x")).all()
+  assert load(out / "train.segments.zarr").dtype == np.int16
+
+  rows = [[Piece(0, i, i + 1) for i in range(40_000)]]
+  paths = tmp_path / "a.zarr", tmp_path / "a.segments.zarr"
+  write_rows(*paths, rows, 40_000, 1, lambda _: np.ones(40_000, np.uint16), lambda _: None)
+  segments = load(paths[1])
+  assert segments.dtype == np.int32
+  np.testing.assert_array_equal(segments[0], np.arange(40_000))
+
+
+def test_without_held_out_documents_it_says_so(tmp_path):
+  out = tmp_path / "out"
+  text = succeed(write(tmp_path / "in", [prose(0, 9), ""]), f"--out={out}", "--heldout=0", "--row_length=8")
+  assert "no document fell to the split heldout" in text
+  assert "--config.data.heldout=none" in text
+  assert "1 empty" in text
+  dataset = json.loads((out / "dataset.json").read_text())
+  assert dataset["splits"]["heldout"]["array"] is None
+  assert dataset["documents"] == 1
+  assert not (out / "heldout.zarr").exists()
+
+
+def test_a_finished_dataset_is_left_alone_and_other_settings_are_refused_by_name(tmp_path):
+  directory, out = write(tmp_path / "in", [prose(seed, 30) for seed in range(9)]), tmp_path / "out"
+  arguments = (directory, f"--out={out}", "--row_length=32")
+  assert "next: python train.py --config=configs/quickstart.py --workdir=runs/out" in succeed(*arguments)
+  before = snapshot(out)
+  assert "is finished" in succeed(*arguments)
+  assert "row_length is 32 there, 16 here" in refuse(directory, f"--out={out}", "--row_length=16")
+  assert "tokenizer is bytes there" in refuse(*arguments, "--train_bpe=300")
+  assert "heldout is 0.02 there, 0.5 here" in refuse(*arguments, "--heldout=0.5")
+  write(directory, [prose(99, 31)])
+  assert "inputs are 9 files" in refuse(*arguments)
+  assert snapshot(out) == before
+
+
+def test_bad_input_is_refused_in_one_line(tmp_path):
+  directory = write(tmp_path / "in", [prose(seed, 5) for seed in range(3)])
+  out = f"--out={tmp_path / 'out'}"
+  assert "no file" in refuse(tmp_path / "absent.txt", out)
+  assert "--glob" in refuse(directory, out, "--glob=*.md")
+  assert "--out" in refuse(directory)
+  assert "--rows" in refuse(directory, out, "--rows=3")
+  assert "--row_length" in refuse(directory, out, "--row_length=0")
+  assert "--row_length" in refuse(directory, out, "--row_length=many")
+  assert "--heldout" in refuse(directory, out, "--heldout=nan")
+  assert "--train_bpe" in refuse(directory, out, "--train_bpe=70000")
+  assert "exclude" in refuse(directory, out, "--train_bpe=300", "--tokenizer=bytes")
+  assert "absent.json" in refuse(directory, out, f"--tokenizer={tmp_path / 'absent.json'}")
+  (tmp_path / "bad.json").write_text('{"model": 1}')
+  assert "bad.json" in refuse(directory, out, f"--tokenizer={tmp_path / 'bad.json'}")
+  vocabulary = {str(i): i for i in range(65_537)}
+  (tmp_path / "big.json").write_text(
+    json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "0"}})
+  )
+  assert "65537 tokens" in refuse(directory, out, f"--tokenizer={tmp_path / 'big.json'}")
+  assert not (tmp_path / "out").exists()
+  assert "no text" in refuse(write(tmp_path / "empty", ["", ""]), out)
+  assert "cannot write" in refuse(directory, f"--out={directory / '00000.txt'}")
+  assert "cannot write" in refuse(directory, f"--out={directory / '00000.txt' / 'out'}")
+  assert "--heldout" in refuse(directory / "00000.txt", out, "--heldout=0.999999")
+  (tmp_path / "foreign" / "train.zarr").mkdir(parents=True)
+  assert "train.zarr" in refuse(directory, f"--out={tmp_path / 'foreign'}")
+
+
+def test_a_file_that_is_not_utf8_is_named_with_the_byte_and_once_mended_the_work_goes_on(tmp_path):
+  texts = [prose(seed, 30).encode() for seed in range(5)]
+  directory = write(tmp_path / "in", [*texts[:4], texts[4] + b"\xff"])
+  out = tmp_path / "out"
+  arguments = (directory, f"--out={out}", "--row_length=32")
+  error = refuse(*arguments)
+  assert "00004.txt" in error
+  assert f"at byte {len(texts[4])}" in error
+  assert not (out / "dataset.json").exists()
+  assert "begun otherwise: row_length is 32 there" in refuse(directory, f"--out={out}")
+  write(directory, texts)
+  succeed(*arguments)
+  succeed(directory, f"--out={tmp_path / 'fresh'}", "--row_length=32")
+  assert snapshot(out) == snapshot(tmp_path / "fresh")
+
+
+def test_two_at_once_in_one_directory_are_refused(tmp_path):
+  directory, out = write(tmp_path / "in", [prose(0, 9)]), tmp_path / "out"
+  settings = {"tokenizer": "bytes", "row_length": 65_536, "rows_per_chunk": 1, "heldout": 0.02}
+  with output.Output(out).begun(settings):
+    assert "another prepare" in refuse(directory, f"--out={out}")
+
+
+def test_a_full_disk_is_one_line_and_the_work_goes_on_when_there_is_room(tmp_path, monkeypatch):
+  directory = write(tmp_path / "in", [random.Random(s).randbytes(3000).hex() for s in range(4)])
+  arguments = (directory, "--row_length=4096", "--heldout=0")
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  # A limit on the size of files stands in for it: at the first document, and at the first chunk of the array.
+  for limit, out in ((1000, tmp_path / "early"), (2000, tmp_path / "late")):
+    if out.name == "late":
+
+      def limited(*a, limit=limit):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        return write_rows(*a)
+
+      monkeypatch.setattr(prepare.zarr_writer, "write_rows", limited)
+    else:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+      error = refuse(*arguments, f"--out={out}", code=1)
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    monkeypatch.undo()
+    assert "File too large" in error
+    assert not (out / "dataset.json").exists()
+    succeed(*arguments, f"--out={out}")
+  assert snapshot(tmp_path / "early") == snapshot(tmp_path / "late")
+
+
+def test_damaged_work_is_done_again(tmp_path, monkeypatch):
+  directory, out = write(tmp_path / "in", [prose(seed, 30) for seed in range(4)]), tmp_path / "out"
+  monkeypatch.setattr(prepare.zarr_writer, "write_rows", lambda *_: 1 / 0)
+  with pytest.raises(ZeroDivisionError):
+    run(directory, f"--out={out}", "--row_length=32")
+  monkeypatch.undo()
+  kept = [p for p in (out / ".partial").rglob("*") if p.is_file() and len(p.name) == 64]
+  assert len(kept) == 4
+  kept[0].write_bytes(kept[0].read_bytes()[:-3])
+  kept[1].write_bytes(b"")
+  flipped = bytearray(kept[2].read_bytes())
+  flipped[40] ^= 1
+  kept[2].write_bytes(flipped)
+  succeed(directory, f"--out={out}", "--row_length=32")
+  succeed(directory, f"--out={tmp_path / 'fresh'}", "--row_length=32")
+  assert snapshot(out) == snapshot(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("stop_at", range(6))
+def test_stopped_between_any_two_steps_of_publishing_it_goes_on(tmp_path, monkeypatch, stop_at):
+  directory = write(tmp_path / "in", [prose(seed, 30) for seed in range(8)])
+  arguments = (directory, "--row_length=32", "--heldout=0.4", "--train_bpe=280")
+  succeed(*arguments, f"--out={tmp_path / 'fresh'}")
+  out, renames, rename = tmp_path / "out", [], Path.rename
+
+  def counted(path, target):
+    if Path(target).parent == out:
+      renames.append(target)
+      if len(renames) > stop_at:
+        raise KeyboardInterrupt
+    return rename(path, target)
+
+  monkeypatch.setattr(Path, "rename", counted)
+  with pytest.raises(KeyboardInterrupt):
+    run(*arguments, f"--out={out}")
+  monkeypatch.undo()
+  assert not (out / "dataset.json").exists()
+  assert "going on" in succeed(*arguments, f"--out={out}")
+  assert snapshot(out) == snapshot(tmp_path / "fresh")
+
+
+def start(*arguments):
+  """The command in a process of its own."""
+  command = [sys.executable, "-m", "csympow.data.prepare", *map(str, arguments)]
+  environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "RAYON_NUM_THREADS": "1"}
+  return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
+
+
+def test_killed_or_told_to_stop_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path):
+  directory = write(tmp_path / "in", [prose(seed, 6000) for seed in range(40)])
+  arguments = (directory, "--row_length=1024", "--heldout=0.1", "--train_bpe=400")
+  begun = time.monotonic()
+  succeed(*arguments, f"--out={tmp_path / 'fresh'}")
+  takes = time.monotonic() - begun
+  moments, out = random.Random(0), tmp_path / "out"
+  for stop in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGKILL):
+    process = start(*arguments, f"--out={out}")
+    assert "40 documents" in process.stdout.readline()
+    time.sleep(moments.uniform(0, takes / 2))
+    process.send_signal(stop)
+    _, err = process.communicate(timeout=60)
+    if process.returncode == 0:
+      break
+    assert process.returncode == (-stop if stop == signal.SIGKILL else 75)
+    if stop != signal.SIGKILL:
+      assert err == f"prepare: stopped by {stop.name}; the same command goes on from here\n"
+  assert stop != signal.SIGTERM, "it must be stopped at least once"
+  succeed(*arguments, f"--out={out}")
+  assert snapshot(out) == snapshot(tmp_path / "fresh")
+
+
+def test_bytes_and_text_are_each_others_inverse():
+  tokenizer = load_tokenizer("bytes")
+  assert isinstance(tokenizer, ByteTokenizer)
+  assert tokenizer.vocab_size == 256
+  text = "naïve 猫\r\n\0"
+  assert tokenizer.encode(text).tolist() == list(text.encode())
+  assert tokenizer.decode(tokenizer.encode(text)) == text
+  assert tokenizer.decode([0xFF, 65]) == "\N{REPLACEMENT CHARACTER}A"
+
+
+def test_a_trained_bpe_is_the_same_every_time_and_loses_nothing(tmp_path):
+  texts = [prose(seed, 400) for seed in range(10)]
+  files = [train_bpe(iter(texts), 320).to_str() for _ in range(3)]
+  assert len(set(files)) == 1
+  path = tmp_path / "bpe.json"
+  path.write_text(files[0])
+  tokenizer = load_tokenizer(path)
+  assert tokenizer.vocab_size <= 320
+  assert tokenizer.end_of_text == 0
+  for text in (texts[0], "猫 é\r\n\0", f"a{END_OF_TEXT}b", ""):
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.uint16
+    assert 0 not in ids, "the name of the end of text is text"
+    assert tokenizer.decode(ids) == text
+  assert tokenizer.decode([0]) == END_OF_TEXT
+  assert len(tokenizer.encode(texts[0])) < len(texts[0]) / 2
+  with pytest.raises(ValueError, match="at least 257"):
+    train_bpe(texts, 100)
+
+
+def test_texts_cut_for_speed_and_settings_of_the_file_change_no_token(tmp_path, monkeypatch):
+  library = train_bpe([prose(0, 2000)], 300)
+  library.enable_truncation(8)
+  library.enable_padding(length=4096)
+  path = tmp_path / "bpe.json"
+  path.write_text(library.to_str())
+  tokenizer = BPETokenizer(path)
+  library.no_truncation()
+  library.no_padding()
+  monkeypatch.setattr("csympow.data.tokenizer._PIECE_CHARACTERS", 5)
+  for text in (prose(1, 300), "one  two   \n three.  4 5\t6  ", "'s  it 's it's\n\n\n  x _ y_ z"):
+    assert tokenizer.encode(text).tolist() == library.encode(text).ids
+
+
+def test_a_dataset_of_bpe_tokens_has_its_tokenizer_and_an_end_of_text_before_each_document(tmp_path):
+  texts = [prose(seed, 10 * seed) for seed in range(1, 12)]
+  directory, out = write(tmp_path / "in", texts), tmp_path / "out"
+  text = succeed(directory, f"--out={out}", "--row_length=32", "--train_bpe=300", "--heldout=0.3")
+  dataset = json.loads((out / "dataset.json").read_text())
+  assert dataset["tokenizer"]["file"] == "tokenizer.json"
+  assert f"--config.model.vocab_size={dataset['vocab_size']}" in text
+  tokenizer = load_tokenizer(out / "tokenizer.json")
+  assert tokenizer.vocab_size == dataset["vocab_size"]
+  found = Counter(read_split(out, "train") + read_split(out, "heldout"))
+  assert found == Counter(p for t in texts for p in expected_segments([0, *tokenizer.encode(t).tolist()], 32))
+  again = tmp_path / "again"
+  tokenizer_file = f"--tokenizer={out / 'tokenizer.json'}"
+  succeed(directory, f"--out={again}", "--row_length=32", tokenizer_file, "--heldout=0.3")
+  assert json.loads((again / "dataset.json").read_text())["fingerprint"] == dataset["fingerprint"]
