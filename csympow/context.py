@@ -203,8 +203,9 @@ def _phase_before(
   restarts = ~continues if segment_ids is None else ~continues | find_runs(segment_ids)[1].any(1)
 
   def join(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
-    total = left[1] + right[1]
-    return left[0] | right[0], jnp.where(right[0], right[1], total - jnp.floor(total))
+    over = left[1] - (1 - right[1])  # phases lie on a grid in [0, 1): their sum modulo 1 is exact, taken this way
+    total = jnp.where(over < 0, left[1] + right[1], over)
+    return left[0] | right[0], jnp.where(right[0], right[1], total)
 
   restarts = restarts[:, None, None]
   before = exclusive_scan(join, (restarts, jnp.broadcast_to(turned, (len(restarts), *turned.shape[1:]))), axis)[1]

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tensorstore as ts
@@ -23,6 +23,7 @@ class DataError(ConfigError):
   """The data cannot be used; the message names the place."""
 
 
+@runtime_checkable
 class Documents(Protocol):
   """A sequence of documents."""
 

@@ -37,7 +37,7 @@ from csympow.data.sources import SPLITS, Corpus, Refused, Split
 from csympow.data.tokenizer import SMALLEST_BPE, BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 LARGEST_VOCABULARY = 1 << 16  # tokens are uint16
-_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 22, 256  # tokenised at once, on all cores
+_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 256  # tokenised at once, on all cores
 _STOPPED = 75
 
 

@@ -70,7 +70,8 @@ def _forward(
   return_memory: bool,
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved | None]:
-  sequence = _Sequence(q, k, v, prefix_sum(log_gate))
+  # Without the barrier XLA computes the sums anew for every score that they discount.
+  sequence = _Sequence(q, k, v, lax.optimization_barrier(prefix_sum(log_gate)))
   if q.shape[1] == settings.chunk and memory is None and not return_memory:
     sums = for_each(_time_first, attention.forward(_inputs(sequence), settings))
     y = normalised(sums)

@@ -1,5 +1,7 @@
 """What a run tells of its model beside the loss: held-out loss, gates, text, and the curve that ends it."""
 
+import dataclasses
+import json
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -190,16 +192,12 @@ def find_tokenizer(data: DataConfig) -> Tokenizer | None:
   described = Path(data.train).parent / "dataset.json"
   if "://" in data.train or not described.exists():
     return None
-  import json
-
-  name = json.loads(described.read_text()).get("tokenizer")
-  return None if name is None else load_tokenizer(name if name == "bytes" else str(described.parent / name))
+  told = json.loads(described.read_text())["tokenizer"]
+  return load_tokenizer("bytes" if told["name"] == "bytes" else str(described.parent / told["file"]))
 
 
 def _with_batches(config: Config, heldout: Windows) -> Config:
   """The config of a held-out pass: its own few steps, no more than the windows there are."""
-  import dataclasses
-
   steps = max(1, min(config.log.heldout_batches, len(heldout) // config.rows))
   optimizer = dataclasses.replace(config.optimizer, schedule="constant", warmup_steps=0, decay_steps=0)
   return dataclasses.replace(config, steps=steps, seed=0, optimizer=optimizer)
