@@ -12,20 +12,20 @@ def get_config() -> Config:
   return Config(
     model=ModelConfig(
       vocab_size=256,
-      d_model=128,
-      num_layers=4,
-      num_heads=4,
+      d_model=64,
+      num_layers=3,
+      num_heads=2,
       head_dim=32,
       power=2,
       variant="conformal",
       dtype="float32",
     ),
-    optimizer=OptimizerConfig(learning_rate=3e-3, schedule="cosine", warmup_steps=20, final_share=0.1, clip_norm=1.0),
+    optimizer=OptimizerConfig(learning_rate=6e-3, schedule="cosine", warmup_steps=20, final_share=0.1, clip_norm=1.0),
     log=LogConfig(
       every=10, gates=50, heldout=100, heldout_batches=4, sample=100, sample_tokens=300, context_curve=4096
     ),
     checkpoint=CheckpointConfig(every=100),
     context=256,
     batch_tokens=4096,
-    steps=400,
+    steps=500,
   )

@@ -21,7 +21,7 @@ def _require(condition: bool, message: str) -> None:
     raise ConfigError(message)
 
 
-def _require_at_least(config: Any, least: float, *names: str) -> None:
+def _require_at_least(config: Any, least: int, *names: str) -> None:
   for name in names:
     value = getattr(config, name)
     fits = value is None or (math.isfinite(value) and value >= least)

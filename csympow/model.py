@@ -289,7 +289,10 @@ class Transformer(nnx.Module):
     return x if self.layout is None else self.layout.constrain(x, "batch", "time", "width")
 
   def _embed(self, tokens: Integer[Array, "*lead"]) -> Float[Array, "*lead d_model"]:
-    x: Array = self.embedding_norm(self.embedding(tokens))
+    table = self.embedding.embedding[...]
+    if self.layout is not None:
+      table = self.layout.constrain(table, None, None)  # a gather from a split table would gather the batch instead
+    x: Array = self.embedding_norm(jnp.take(table, tokens, axis=0))
     return x
 
   def _extend(

@@ -88,7 +88,7 @@ class Windows:
     return tokens[: self._context], targets, segments[: self._context]
 
 
-class _Steps:
+class Steps:
   """The rows that this process needs of each step: a source for Grain, indexed by step."""
 
   def __init__(self, windows: Windows, config: Config, rows: np.ndarray) -> None:
@@ -112,8 +112,8 @@ def batches(
   if len(windows) == 0:
     raise DataError("the dataset has no window")
   shape = (config.rows, config.context)
-  rows = np.arange(config.rows) if sharding is None else _rows_here(sharding, shape)
-  source = grain.MapDataset.source(_Steps(windows, config, rows))
+  rows = np.arange(config.rows) if sharding is None else rows_here(sharding, shape)
+  source = grain.MapDataset.source(Steps(windows, config, rows))
   options = grain.ReadOptions(num_threads=config.data.threads, prefetch_buffer_size=max(config.data.prefetch, 1))
   place = {int(row): i for i, row in enumerate(rows)}
 
@@ -131,7 +131,7 @@ def batches(
     yield Batch(spread(tokens), spread(targets), None if segment_ids is None else spread(segment_ids))
 
 
-def _rows_here(sharding: jax.sharding.Sharding, shape: tuple[int, int]) -> np.ndarray:
+def rows_here(sharding: jax.sharding.Sharding, shape: tuple[int, int]) -> np.ndarray:
   """The rows of which this process's devices hold a part."""
   slices = sharding.addressable_devices_indices_map(shape).values()
   return np.unique(np.concatenate([np.arange(shape[0])[index[0]] for index in slices if index is not None]))

@@ -61,7 +61,7 @@ def per_token(config: Config, parameters: Any, platform: str) -> float:
     attention: float = 2 * config.context * model.head_dim * model.num_heads
   else:
     attention = explained.flops * config.accumulation / config.batch_tokens
-  return 3 * (2 * (matrices + embedding) + model.num_layers * attention)
+  return 3.0 * (2 * (matrices + embedding) + model.num_layers * attention)
 
 
 def peak(device_kind: str) -> float | None:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ class Journal:
     path = workdir / "metrics.jsonl"
     _rewind(path, step)
     self._file = path.open("a")
+    self._postponed = workdir / "postponed.json"
+    self.postponed = self._take_postponed(step)
     self._writer: Any = None
     if tensorboard:
       from tensorboardX import SummaryWriter  # half a second that a dry run need not wait
@@ -30,9 +31,21 @@ class Journal:
     """Adds a line; numbers, also nested ones, go to TensorBoard as well."""
     self._file.write(json.dumps(_finite(record)) + "\n")
     self._file.flush()
+    self._postponed.unlink(missing_ok=True)
     if self._writer is not None:
       for name, value in _scalars(record):
         self._writer.add_scalar(name, value, record["step"])
+
+  def postpone(self, record: dict[str, Any]) -> None:
+    """Keeps a record that was not completed for the next part of the run, which finds it in `postponed`."""
+    self._postponed.write_text(json.dumps(_finite(record)))
+
+  def _take_postponed(self, step: int) -> dict[str, Any] | None:
+    try:
+      record: dict[str, Any] = json.loads(self._postponed.read_text())
+    except (OSError, ValueError):
+      return None
+    return record if record["step"] == step else None
 
   def text(self, name: str, text: str, step: int) -> None:
     """A text for TensorBoard."""
@@ -96,10 +109,9 @@ def _scalars(record: dict[str, Any], prefix: str = "") -> list[tuple[str, float]
 class Progress:
   """Lines for whoever watches: one that is written over on a terminal, plain ones in a log."""
 
-  def __init__(self, total: int, first: int, tokens_per_step: int) -> None:
-    self._total, self._first, self._tokens = total, first, tokens_per_step
+  def __init__(self, total: int, tokens_per_step: int) -> None:
+    self._total, self._tokens = total, tokens_per_step
     self._terminal = sys.stdout.isatty()
-    self._started = time.monotonic()
     self._width = 0
 
   def step(self, step: int, loss: float, tokens_per_s: float, due: bool) -> None:

@@ -84,6 +84,10 @@ class Program:
 
   def summed_loss(self, parameters: Any, batch: Batch) -> Loss:
     """The loss summed over a batch's targets."""
+    if self.layout is not None:
+      # Gathered here, once, and not for every block of the loss.
+      table = self.layout.constrain(parameters["embedding"]["embedding"], "vocab", None)
+      parameters = parameters | {"embedding": {"embedding": table}}
     model = self.model(parameters)
     return cross_entropy(model, model.hidden(batch.tokens, batch.segment_ids), batch.targets, self.layout)
 
@@ -91,7 +95,7 @@ class Program:
     """One update, or none if the loss or the gradient is bad."""
     config = self.config
     loss, gradients = self._gradients(state.parameters, batch)
-    grad_norm = optax.global_norm(gradients)
+    grad_norm = optax.tree.norm(gradients)
     rate = jnp.asarray(self.learning_rate(state.step), jnp.float32)
     directions, optimizer = self.optimizer.update(gradients, state.optimizer, state.parameters)
     parameters = jax.tree.map(lambda x, d: (x - rate * d).astype(x.dtype), state.parameters, directions)

@@ -1,0 +1,13 @@
+"""124M, conformal, p=2, at 1,048,576 tokens of context: 1 sequence a step.
+
+    python train.py --config=configs/long/p2_1048576.py --workdir=runs/long/p2_1048576
+
+Hardware: 64 TPU v5p with --config.mesh.context=64. Time and score: not yet measured.
+"""
+
+from configs.long import long
+from csympow.config import Config
+
+
+def get_config() -> Config:
+  return long(context=1_048_576, steps=1_000)

@@ -1,0 +1,14 @@
+"""The grid in small: p=4 at 16,384 tokens of context, 500 steps of 65,536 tokens.
+
+    python train.py --config=configs/small/p4_16384.py --workdir=runs/small/p4_16384
+
+Hardware: one GPU. Time and score: not yet measured. Other variants:
+--config.model.variant=softmax (or sympow, sympow+gating) and a workdir of its own.
+"""
+
+from configs.small import small
+from csympow.config import Config
+
+
+def get_config() -> Config:
+  return small(power=4, context=16_384)

@@ -1,0 +1,95 @@
+"""Real runs of train.py, as processes."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from csympow.train.checkpoint import finished_steps
+from csympow.train.metrics import read
+
+ROOT = Path(__file__).parents[1]
+TINY = "tests/tiny_config.py"
+# One for all runs of a session: each program is compiled once.
+_CACHE = tempfile.mkdtemp(prefix="csympow-compiled-")
+TIMINGS = ("tokens_per_s", "step_s", "eta_s")
+
+
+def start(workdir, *arguments, devices=1, config=TINY, before=""):
+  """A run under way; `before` is for the shell that starts it."""
+  environment = os.environ | {
+    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": _CACHE,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
+  command = [sys.executable, "train.py", f"--config={config}", f"--workdir={workdir}", *arguments]
+  command = ["bash", "-c", f'{before}\nexec "$@"', "bash", *command]
+  return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(workdir, *arguments, expect=0, **options):
+  """A run to its end: what it printed, on standard output and on standard error."""
+  process = start(workdir, *arguments, **options)
+  output, errors = process.communicate(timeout=300)
+  assert process.returncode == expect, f"exit code {process.returncode}, not {expect}\n{output}\n{errors}"
+  return output, errors
+
+
+def wait_for(process, text):
+  """Reads what a run prints until a line has the text; returns all lines so far."""
+  lines = []
+  for line in process.stdout:
+    lines.append(line)
+    if text in line:
+      return lines
+  raise AssertionError(f"the run ended without {text!r}:\n{''.join(lines)}\n{process.stderr.read()}")
+
+
+def steps(workdir):
+  """The steps of the finished checkpoints."""
+  return finished_steps(Path(workdir) / "checkpoints")
+
+
+def metrics(workdir):
+  """The metrics that a run is answerable for: all but timings."""
+  records = read(Path(workdir) / "metrics.jsonl")
+  return [{name: value for name, value in record.items() if name not in TIMINGS} for record in records]
+
+
+def state(workdir, step=None):
+  """The arrays of a checkpoint by name."""
+  step = steps(workdir)[-1] if step is None else step
+  with warnings.catch_warnings(action="ignore"):  # that the arrays go where they were saved from: here they may
+    tree = ocp.load(Path(workdir).absolute() / "checkpoints" / str(step))
+  flat, queue = {}, [("", tree)]
+  while queue:
+    name, node = queue.pop()
+    if isinstance(node, dict):
+      queue += [(f"{name}/{key}", inner) for key, inner in node.items()]
+    elif isinstance(node, (list, tuple)):
+      queue += [(f"{name}/{key}", inner) for key, inner in enumerate(node)]
+    elif node is not None:
+      flat[name] = np.asarray(node)
+  return flat
+
+
+def assert_same_run(a, b):
+  """Two runs are one, to the last bit of parameters, optimizer and metrics."""
+  ours, theirs = state(a), state(b)
+  assert ours.keys() == theirs.keys()
+  assert len(ours) > 20
+  for name, array in ours.items():
+    assert array.tobytes() == theirs[name].tobytes(), name
+  assert metrics(a) == metrics(b)
+
+
+def config_of(workdir):
+  """The config.json of a run."""
+  return json.loads((Path(workdir) / "config.json").read_text())["config"]

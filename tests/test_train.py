@@ -1,0 +1,258 @@
+"""The step: one batch or many parts, one device or eight, the same loss and gradients; bad steps do no harm."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from csympow import overrides
+from csympow.config import Config, GuardConfig, OptimizerConfig
+from csympow.data.embedded import embedded
+from csympow.data.loader import Batch, Windows, batches
+from csympow.model import ModelConfig
+from csympow.sharding import PARAMETERS, Layout, make_mesh
+from csympow.train import flops
+from csympow.train.loss import token_losses
+from csympow.train.optimizer import learning_rate
+from csympow.train.step import Program
+from tests.comparing import quick_jit
+from tests.test_config import TINY
+
+NO_STOP = jnp.zeros(1, jnp.int32)
+
+
+def config_of(**changes):
+  changes = {"optimizer__warmup_steps": 0, "optimizer__schedule": "constant"} | changes
+  return overrides.load(TINY, {name.replace("__", "."): str(value) for name, value in changes.items()})
+
+
+@functools.cache
+def windows():
+  return Windows(embedded("train"), 32, 256)
+
+
+def batch_of(config, layout=None, segments=False):
+  sharding = None if layout is None else layout.sharding("batch", "time")
+  batch = next(batches(windows(), config, sharding))
+  if not segments:
+    return batch
+  ids = np.zeros((config.rows, config.context), np.int32)
+  ids[:, 5:] = 1
+  ids[: config.rows // 2, 20:] = 2
+  ids[:, -3:] = -1
+  targets = np.where(ids < 0, -1, np.asarray(batch.targets))
+  return Batch(batch.tokens, *(jax.device_put(x, sharding) for x in (targets, ids)))
+
+
+def layout_of(*sizes):
+  return Layout(make_mesh(dict(zip(("data", "fsdp", "tensor", "context"), sizes, strict=True))))
+
+
+@functools.cache
+def gradients(config, layout=None, segments=False):
+  program = Program(config, layout)
+  abstract = program.abstract_state()
+  state = quick_jit(program.init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))()
+  return quick_jit(program._gradients)(state.parameters, batch_of(config, layout, segments))
+
+
+def assert_same(found, wanted, tolerance=1e-4):  # the gradient of a rotation is a sum that mostly cancels
+  np.testing.assert_allclose(found[0], wanted[0], rtol=tolerance)
+  for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found[1]), jax.tree.leaves(wanted[1]), strict=True):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    error = np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2))
+    assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error:.2g}"
+
+
+@pytest.mark.parametrize(
+  ("sizes", "changes"),
+  [
+    ((8, 1, 1, 1), {}),
+    ((1, 8, 1, 1), {}),
+    ((2, 2, 2, 1), {"model__variant": "softmax"}),
+    ((1, 2, 2, 2), {"model__form": "chunked", "model__chunk_size": 8}),
+    ((2, 1, 1, 4), {"model__form": "attention", "model__power": 4}),
+    ((1, 1, 2, 4), {"model__variant": "softmax"}),
+    ((1, 2, 1, 4), {"accumulation": 2, "model__form": "chunked", "model__remat": "full"}),
+  ],
+  ids=str,
+)
+def test_eight_devices_are_one_in_loss_and_gradients(sizes, changes):
+  config = config_of(**changes)
+  segments = "softmax" in str(changes) or "chunked" in str(changes)
+  found = gradients(config, layout_of(*sizes), segments)
+  assert_same(found, gradients(dataclasses.replace(config, accumulation=1), None, segments))
+
+
+def test_parts_of_a_batch_add_up_to_it():
+  assert_same(gradients(config_of(accumulation=4), None, True), gradients(config_of(), None, True))
+
+
+def test_a_loss_in_blocks_is_the_mean_over_all_targets(monkeypatch):
+  config = config_of()
+  program = Program(config, None)
+  state = program.init()
+  batch = batch_of(config, segments=True)
+  monkeypatch.setattr("csympow.train.loss._LOGITS_AT_ONCE", 8 * 256 * 5)  # blocks of 4 positions: 5 do not divide 32
+  found = program.summed_loss(state.parameters, batch)
+  logits = program.model(state.parameters)(batch.tokens, batch.segment_ids)[..., : config.model.vocab_size]
+  wanted = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch.targets, 0))
+  valid = batch.targets >= 0
+  np.testing.assert_allclose(found.nll, jnp.where(valid, wanted, 0).sum(), rtol=1e-6)
+  z = jax.nn.logsumexp(logits, axis=-1) ** 2
+  np.testing.assert_allclose(found.z, jnp.where(valid, z, 0).sum(), rtol=1e-5)
+
+
+def test_a_target_that_is_not_there_costs_nothing():
+  logits = jnp.asarray([[1.0, 2.0], [jnp.inf, 0.0]])
+  np.testing.assert_array_equal(token_losses(logits, jnp.asarray([-1, -1]))[0], [0, 0])
+
+
+def test_every_parameter_has_a_row_in_the_table_and_the_optimizer_follows():
+  for variant in ("softmax", "sympow", "sympow+gating", "conformal"):
+    layout = layout_of(1, 2, 2, 2)
+    state = Program(config_of(model__variant=variant), layout).abstract_state()
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(state)}
+    kernels = [name for name in named if name.endswith(("kernel", "embedding"))]
+    assert kernels
+    for name in kernels:
+      assert not named[name].sharding.is_fully_replicated, name
+    moments = [name for name in named if name.startswith("optimizer") and name.endswith("up/kernel")]
+    assert len(moments) == 2
+    for name in moments:
+      assert named[name].sharding == named["parameters/layers/up/kernel"].sharding
+  assert {name.split("/")[0] for name in PARAMETERS} > {"query", "out", "up", "embedding"}
+
+
+def stepped(config, steps, poison=(), layout=None):
+  """The states and metrics of some steps; the batches of `poison` come with parameters that are not finite."""
+  program = Program(config, layout)
+  state = quick_jit(program.init)()
+  step = quick_jit(program.step)
+  data = batches(windows(), config, None)
+  found = []
+  for n, batch in enumerate(itertools.islice(data, steps)):
+    given = state
+    if n in poison:
+      bad = jax.tree.map(lambda x: x * jnp.nan, state.parameters)
+      given = state._replace(parameters=bad)
+    new, metrics = step(given, batch, NO_STOP)
+    if n in poison:  # what the step kept are the parameters it was given
+      kept = jax.tree.map(lambda a, b: jnp.where(jnp.isnan(b), a, b), state.parameters, new.parameters)
+      new = new._replace(parameters=kept)
+    state = new
+    found.append((state, metrics))
+  return found
+
+
+def test_training_lowers_the_loss_and_counts_its_steps():
+  found = stepped(config_of(), 30)
+  losses = [float(metrics.loss) for _, metrics in found]
+  assert losses[0] > 5
+  assert losses[-1] < 3.6
+  assert int(found[-1][0].step) == 30
+  assert not any(bool(metrics.bad) for _, metrics in found)
+
+
+def test_a_bad_step_halts_before_the_update_and_nothing_moves_after():
+  found = stepped(config_of(), 5, poison=(2,))
+  before, halted, after = found[1][0], found[2], found[4]
+  assert bool(halted[1].halted)
+  assert bool(halted[1].bad)
+  for state in (halted[0], after[0]):
+    assert int(state.step) == 2
+    jax.tree.map(np.testing.assert_array_equal, state.parameters, before.parameters)
+    jax.tree.map(np.testing.assert_array_equal, state.optimizer, before.optimizer)
+  assert int(after[1].skipped) == 1
+
+
+def test_bad_steps_are_skipped_up_to_a_limit_in_a_row():
+  config = dataclasses.replace(config_of(), guard=GuardConfig(skip_limit=2))
+  found = stepped(config, 9, poison=(1, 2, 4, 6, 7, 8))
+  assert [bool(m.halted) for _, m in found] == [False] * 8 + [True]
+  assert [int(m.skipped) for _, m in found] == [0, 1, 2, 2, 3, 3, 4, 5, 6]
+  assert int(found[7][0].step) == 8  # a skipped step is over: its batch is not tried again
+  jax.tree.map(np.testing.assert_array_equal, found[2][0].optimizer, found[0][0].optimizer)
+
+
+def test_a_spike_of_the_loss_is_a_bad_step():
+  config = dataclasses.replace(config_of(), guard=GuardConfig(skip_limit=1, spike=1.1, spike_warmup=3))
+  program = Program(config, None)
+  state = quick_jit(program.init)()
+  step = quick_jit(program.step)
+  for n, batch in enumerate(itertools.islice(batches(windows(), config, None), 22)):
+    if n == 20:  # constant text is nothing the model has learned
+      batch = Batch(batch.tokens * 0 + 200, batch.targets * 0 + 201, None)
+    before = state.parameters
+    state, metrics = step(state, batch, NO_STOP)
+    assert bool(metrics.spike) == (n == 20), float(metrics.loss)
+    if n == 20:
+      jax.tree.map(np.testing.assert_array_equal, state.parameters, before)
+  assert int(metrics.skipped) == 1
+
+
+def test_the_wish_of_one_device_to_stop_reaches_the_metrics():
+  config = config_of()
+  program = Program(config, None)
+  flags = jnp.asarray([0, 0, 1, 0], jnp.int32)
+  metrics = jax.eval_shape(program.step, program.abstract_state(), batch_of(config), flags)[1]
+  assert metrics.stop.shape == ()
+  assert int(quick_jit(program.step)(program.init(), batch_of(config), flags)[1].stop) == 1
+
+
+@pytest.mark.parametrize(
+  ("settings", "wanted"),
+  [
+    (OptimizerConfig(learning_rate=1.0), {0: 1, 99: 1}),
+    (OptimizerConfig(learning_rate=1.0, warmup_steps=10), {0: 0.1, 9: 1, 10: 1, 99: 1}),
+    (OptimizerConfig(learning_rate=1.0, schedule="cosine", final_share=0.1), {0: 1, 50: 0.55, 100: 0.1}),
+    (OptimizerConfig(learning_rate=1.0, schedule="cosine", warmup_steps=20), {19: 1, 60: 0.5, 100: 0}),
+    (
+      OptimizerConfig(learning_rate=1.0, schedule="wsd", warmup_steps=10, decay_steps=20),
+      {50: 1, 80: 1, 90: 0.5, 100: 0},
+    ),
+  ],
+)
+def test_the_rate_follows_its_schedule(settings, wanted):
+  schedule = learning_rate(Config(optimizer=settings, steps=100))
+  for step, rate in wanted.items():
+    np.testing.assert_allclose(schedule(step), rate, atol=1e-6, err_msg=f"step {step}")
+
+
+def test_adam_is_optaxs_and_weight_decay_leaves_norms_alone():
+  plain = config_of(optimizer__learning_rate=1e-3, optimizer__clip_norm="none")
+  adamw = dataclasses.replace(plain.optimizer, name="adamw", weight_decay=0.1)
+  batch = batch_of(plain)
+  moved = []
+  for config in (plain, dataclasses.replace(plain, optimizer=adamw)):
+    program = Program(config, None)
+    start = program.init()
+    moved.append(quick_jit(program.step)(start, batch, NO_STOP)[0].parameters)
+  adam = optax.adam(1e-3)
+  slopes = quick_jit(program._gradients)(start.parameters, batch)[1]
+  updates, _ = adam.update(slopes, adam.init(start.parameters))
+  wanted = optax.apply_updates(start.parameters, updates)
+  close = functools.partial(np.testing.assert_allclose, atol=2e-6)
+  jax.tree.map(close, moved[0], wanted)
+
+  def decayed(path, x, before):
+    scale = jax.tree_util.keystr(path).endswith("['scale']")
+    return x if scale else x - 1e-3 * 0.1 * before
+
+  jax.tree.map(close, moved[1], jax.tree_util.tree_map_with_path(decayed, wanted, start.parameters))
+
+
+def test_the_arithmetic_of_124m_is_six_flops_a_parameter_and_the_attention():
+  config = Config(model=ModelConfig(variant="softmax"), context=1024)
+  parameters = Program(config, None).abstract_state().parameters
+  found = flops.per_token(config, parameters, "gpu")
+  matrices = 12 * 12 * 768**2 + 50_304 * 768
+  assert found == 6 * matrices + 3 * 12 * 2 * 1024 * 768
+  assert flops.utilisation(1e6, found, 8, "NVIDIA H200") == pytest.approx(1e6 * found / (8 * 989e12))
+  assert flops.utilisation(1e6, found, 8, "TPU v5p") == pytest.approx(1e6 * found / (8 * 459e12))
+  assert flops.utilisation(1e6, found, 8, "an abacus") is None
