@@ -19,13 +19,14 @@ def get_config() -> Config:
       power=2,
       variant="conformal",
       dtype="float32",
+      remat="dots",  # on a CPU recomputing is faster than remembering
     ),
     optimizer=OptimizerConfig(learning_rate=6e-3, schedule="cosine", warmup_steps=20, final_share=0.1, clip_norm=1.0),
     log=LogConfig(
-      every=10, gates=50, heldout=100, heldout_batches=4, sample=100, sample_tokens=300, context_curve=4096
+      every=10, gates=50, heldout=100, heldout_batches=4, sample=200, context_curve=4096, context_documents=32
     ),
     checkpoint=CheckpointConfig(every=100),
     context=256,
     batch_tokens=4096,
-    steps=500,
+    steps=350,
   )

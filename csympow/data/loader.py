@@ -55,37 +55,46 @@ class Windows:
   """The windows of some documents: a source for Grain."""
 
   def __init__(self, documents: Documents, context: int, vocab_size: int, first_only: bool = False) -> None:
-    self._documents, self._context, self._vocab_size = documents, context, vocab_size
+    self._documents, self.context, self._vocab_size = documents, context, vocab_size
     # A document of exactly `context` tokens makes a window too: its last token has no target.
     counts = documents.lengths // context
     self._ends = np.cumsum(np.minimum(counts, 1) if first_only else counts)
 
   def __len__(self) -> int:
-    return int(self._ends[-1])
+    return int(self._ends[-1]) if len(self._ends) else 0
 
   @property
   def has_segments(self) -> bool:
     """Whether documents were packed together."""
     return self._documents.read(0, 0, 1)[1] is not None
 
+  def of_length(self, context: int) -> "Windows":
+    """Windows of another length into the same documents."""
+    return Windows(self._documents, context, self._vocab_size)
+
+  def is_one_document(self, index: int) -> bool:
+    """Whether a window has no border of documents and no padding in it."""
+    segments = self[index][2]
+    return segments is None or bool(segments[0] >= 0 and (segments == segments[0]).all())
+
   def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Tokens, targets and segment ids of a window."""
     document = int(np.searchsorted(self._ends, index, side="right"))
-    start = (index - (int(self._ends[document - 1]) if document else 0)) * self._context
+    start = (index - (int(self._ends[document - 1]) if document else 0)) * self.context
     tokens, segments = self._documents.read(
-      document, start, min(start + self._context + 1, int(self._documents.lengths[document]))
+      document, start, min(start + self.context + 1, int(self._documents.lengths[document]))
     )
     if tokens.max() >= self._vocab_size:
       at = int(np.argmax(tokens))
       place = f"{self._documents.name}: document {document}, token {start + at}"
       raise DataError(f"{place} has id {tokens[at]}, outside the vocabulary of model.vocab_size={self._vocab_size}")
-    targets = np.full(self._context, -1, np.int32)
+    targets = np.full(self.context, -1, np.int32)
     targets[: len(tokens) - 1] = tokens[1:]
     if segments is None:
-      return tokens[: self._context], targets, None
+      return tokens[: self.context], targets, None
     ends = segments[1:] != segments[:-1]
     targets[: len(ends)][ends | (segments[:-1] < 0)] = -1
-    return tokens[: self._context], targets, segments[: self._context]
+    return tokens[: self.context], targets, segments[: self.context]
 
 
 class Steps:

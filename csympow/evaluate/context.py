@@ -17,6 +17,7 @@ from csympow.nn import Cache
 from csympow.train.loss import token_losses
 
 _PIECE = 512  # tokens that enter the state at once
+_TOKENS_AT_ONCE = 2**18  # of all documents that are streamed side by side
 
 
 class Curve(NamedTuple):
@@ -26,7 +27,7 @@ class Curve(NamedTuple):
     context: the last position of each bucket.
     loss: the mean over positions and documents, in nats.
     error: its standard error over documents.
-    documents: how many.
+    documents: how many, or stretches of documents.
   """
 
   context: list[int]
@@ -38,14 +39,14 @@ class Curve(NamedTuple):
 def position_losses(
   model: Transformer, windows: Windows, indices: list[int], check: Callable[[int], None] = lambda done: None
 ) -> Float[np.ndarray, "documents length"]:
-  """The loss of every position of some windows, all at once, in memory that does not grow with their length.
+  """The loss of every position of some windows, in memory that does not grow with their length.
 
-  NaN where there is nothing to predict. `check` is called between pieces with the tokens done.
+  NaN where there is nothing to predict. `check` is called between pieces with the tokens done. (A softmax model does
+  keep all keys and values.)
   """
-  rows = [windows[index] for index in indices]
-  tokens, targets = np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
-  length = tokens.shape[1]
+  length = windows.context
   piece = min(_PIECE, length)
+  group = max(1, _TOKENS_AT_ONCE // length)
 
   @jax.jit
   def advance(
@@ -55,17 +56,22 @@ def position_losses(
     nll, _ = token_losses(model.logits(hidden), targets)
     return jnp.where(targets >= 0, nll, jnp.nan), cache
 
-  # Padding up to whole pieces: one program for all of them.
-  padding = ((0, 0), (0, -length % piece))
-  tokens, targets = np.pad(tokens, padding), np.pad(targets, padding, constant_values=-1)
-  cache = model.init_cache(len(rows), tokens.shape[1])
-  found = []
-  for start in range(0, tokens.shape[1], piece):
-    check(start)
-    part = slice(start, start + piece)
-    nll, cache = advance(model, cache, tokens[:, part], targets[:, part])
-    found.append(np.asarray(nll))
-  return np.concatenate(found, axis=1)[:, :length]
+  # Whole groups of whole pieces, the last ones padded: one program for all of them.
+  padding = ((0, -len(indices) % group if len(indices) > group else 0), (0, -length % piece))
+  rows = [windows[index] for index in indices]
+  tokens = np.pad(np.stack([row[0] for row in rows]), padding)
+  targets = np.pad(np.stack([row[1] for row in rows]), padding, constant_values=-1)
+  found = np.zeros(tokens.shape, np.float32)
+  done = 0
+  for first in range(0, len(tokens), group):
+    members = slice(first, first + group)
+    cache = model.init_cache(len(tokens[members]), tokens.shape[1])
+    for start in range(0, tokens.shape[1], piece):
+      check(done)
+      part = (members, slice(start, start + piece))
+      found[part], cache = advance(model, cache, tokens[part], targets[part])
+      done += tokens[part].size
+  return found[: len(indices), :length]
 
 
 def curve(losses: Float[np.ndarray, "documents length"]) -> Curve:
@@ -116,7 +122,9 @@ def _plot(result: Curve, path: Path, trained: int, label: str) -> Path:
   axes.set_xscale("log", base=2)
   axes.set_xlabel("position in the document (tokens)")
   axes.set_ylabel("held-out loss (nats per token)")
-  axes.set_title(f"{result.documents} held-out documents, mean and standard error", fontsize=10)
+  axes.set_xticks(result.context[::2], [f"{context:,}" for context in result.context[::2]])
+  axes.minorticks_off()
+  axes.set_title(f"mean over {result.documents} stretches of held-out text, and its standard error", fontsize=10)
   axes.grid(alpha=0.3)
   axes.legend()
   figure.savefig(path)

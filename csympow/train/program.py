@@ -139,7 +139,7 @@ def run(options: argparse.Namespace, changes: dict[str, str], stop: Stop) -> Non
   if first:
     say(f"going on from step {first:,} of {config.steps:,}", flush=True)
   journal = Journal(directory, first, config.log.tensorboard) if lead else None
-  reports = Reports(program, config, heldout, directory, stop)
+  reports = Reports(program, heldout, directory, stop, options.config)
   source = functools.partial(batches, windows, config, _batch_sharding(layout))
   loop = Loop(program, state, source, checkpoints, journal, reports, stop)
   try:

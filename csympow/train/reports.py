@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from csympow.config import Config, ConfigError, DataConfig
-from csympow.data.loader import Batch, Windows, batches, open_documents
+from csympow.data.loader import Batch, Windows, batches
 from csympow.data.tokenizer import Tokenizer, load_tokenizer
 from csympow.evaluate import context as context_loss
 from csympow.evaluate.sample import continuation
@@ -31,9 +31,12 @@ _PROMPT_TOKENS = 64
 class Reports:
   """The reports of one run."""
 
-  def __init__(self, program: Program, config: Config, heldout: Windows | None, directory: Path, stop: Stop) -> None:
-    self._program, self._config, self._heldout = program, config, heldout
-    self._directory, self._stop = directory, stop
+  def __init__(
+    self, program: Program, heldout: Windows | None, directory: Path, stop: Stop, config_file: str = "CONFIG"
+  ) -> None:
+    self._program, self._config, self._heldout = program, program.config, heldout
+    self._directory, self._stop, self._config_file = directory, stop, config_file
+    config = program.config
     self._lead = jax.process_index() == 0
     self._losses = jax.jit(program.summed_loss)
     self._gates = jax.jit(self._gate_statistics)
@@ -70,12 +73,13 @@ class Reports:
   @property
   def unfinished(self) -> bool:
     """Whether the curve that ends the run is still to be made."""
-    return bool(self._config.log.context_curve) and not (self._directory / "context.png").exists()
+    wanted = self._heldout is not None and self._config.log.context_curve > self._config.context
+    return wanted and not (self._directory / "context.png").exists()
 
   def final(self, state: TrainState) -> None:
     """The held-out loss against context, as a table and a picture, and what to do next."""
     config = self._config
-    if self._heldout is not None and config.log.context_curve:
+    if self.unfinished:
       model = self._local_model(state.parameters)
       if self._lead:
         self._context_curve(model)
@@ -84,31 +88,42 @@ class Reports:
 
   def _context_curve(self, model: Transformer) -> None:
     config = self._config
-    length = config.log.context_curve
-    assert config.data.heldout is not None
-    documents = open_documents(config.data.heldout, "heldout", config.data, length)
-    windows = Windows(documents, length, config.model.vocab_size)
-    count = min(config.log.context_documents, len(windows))
-    indices = [int(i) for i in np.linspace(0, len(windows) - 1, count)]
-    print(f"\nheld-out loss against context: {count} stretches of {length:,} tokens, trained at {config.context:,}")
+    windows, indices = self._long_windows()
+    if not indices:
+      print(f"no held-out document has more than the training context of {config.context:,} tokens: no curve")
+      return
+    length = windows.context
+    print(
+      f"\nheld-out loss against context: {len(indices)} stretches of {length:,} tokens, trained at {config.context:,}"
+    )
     losses = context_loss.position_losses(model, windows, indices, lambda _: self._stop.check())
     result = context_loss.curve(losses)
     label = config.model.variant + ("" if config.model.variant == "softmax" else f", p={config.model.power}")
     picture = context_loss.write(result, self._directory, config.context, label)
     print(f"{context_loss.table(result, config.context)}\nplot: {picture}")
 
+  def _long_windows(self) -> tuple[Windows, list[int]]:
+    """Windows of held-out text that each lie in one document, as long as the config asks or else as there are."""
+    config = self._config
+    assert self._heldout is not None
+    length = config.log.context_curve
+    while length > config.context:
+      windows = self._heldout.of_length(length)
+      count = min(config.log.context_documents, len(windows))
+      indices = [int(i) for i in np.linspace(0, len(windows) - 1, count)] if count else []
+      indices = [index for index in indices if windows.is_one_document(index)]
+      if indices:
+        return windows, indices
+      length //= 2
+    return self._heldout, []
+
   def _next_commands(self) -> str:
-    other = "softmax" if self._config.model.variant != "softmax" else "conformal"
-    name = self._directory.name
-    config = "configs/quickstart.py"
+    other = "conformal" if self._config.model.variant == "softmax" else "softmax"
+    directory = self._directory.with_name(f"{self._directory.name}-{other}")
     return (
-      "Try next: the same with softmax attention, and a model of your own text:\n"
-      if other == "softmax"
-      else "Try next: the same with conformal attention, and a model of your own text:\n"
-    ) + (
-      f"  python train.py --config={config} --workdir=runs/{name}-{other} --config.model.variant={other}\n"
-      f"  python -m csympow.data.prepare YOUR_TEXTS --out=data/mine && python train.py --config={config} "
-      "--workdir=runs/mine --config.data.train=data/mine/train.zarr --config.data.heldout=data/mine/heldout.zarr"
+      f"Try next: the same with {other} attention, and a dataset of your own texts:\n"
+      f"  python train.py --config={self._config_file} --workdir={directory} --config.model.variant={other}\n"
+      "  python -m csympow.data.prepare YOUR_FILES --out=data/mine"
     )
 
   def _heldout_loss(self, parameters: Any) -> float:
