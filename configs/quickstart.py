@@ -4,7 +4,7 @@ make train
 python train.py --config=configs/quickstart.py --workdir=runs/quickstart
 """
 
-from csympow.config import CheckpointConfig, Config, LogConfig, OptimizerConfig
+from csympow.config import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig
 from csympow.model import ModelConfig
 
 
@@ -21,6 +21,7 @@ def get_config() -> Config:
       dtype="float32",
       remat="dots",  # on a CPU recomputing is faster than remembering
     ),
+    data=DataConfig(train="embedded", heldout="embedded"),
     optimizer=OptimizerConfig(learning_rate=6e-3, schedule="cosine", warmup_steps=20, final_share=0.1, clip_norm=1.0),
     log=LogConfig(
       every=10, gates=50, heldout=100, heldout_batches=4, sample=200, context_curve=4096, context_documents=32

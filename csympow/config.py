@@ -39,7 +39,7 @@ class DataConfig:
   Attributes:
     train: a zarr array of documents x tokens (a path, `gs://` or `s3://`), or "embedded": the sources of the Python
       standard library as bytes.
-    heldout: the same for evaluation; None: no evaluation. With "embedded", the packages held out.
+    heldout: the same for evaluation; None: no evaluation. "embedded" are the packages held out from training.
     tokenizer: "bytes", or a Hugging Face `tokenizers` JSON file; only text samples need it. None: what the dataset's
       own `dataset.json` names, or else ids instead of text.
     windows: "all" cuts every document into windows of the training context; "first" takes the first window of each
@@ -53,7 +53,7 @@ class DataConfig:
   """
 
   train: str = "embedded"
-  heldout: str | None = "embedded"
+  heldout: str | None = None
   tokenizer: str | None = None
   windows: Literal["all", "first"] = "all"
   shuffle: bool = True
@@ -66,6 +66,10 @@ class DataConfig:
     _require_at_least(self, 0, "cache_mb")
     _require_at_least(self, 1, "threads", "prefetch")
     _require(bool(self.train), 'data.train must be a path or "embedded", got an empty string')
+    _require(
+      self.heldout != "embedded" or self.train == "embedded",
+      f"data.heldout=embedded is no held-out part of data.train={self.train}: give its own, or none",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,6 +281,7 @@ class Config:
       ("model.num_heads", model.num_heads, "tensor", sizes["tensor"]),
       ("model.num_kv_heads", heads, "tensor", sizes["tensor"]),
       ("model.d_model", model.d_model, "fsdp", sizes["fsdp"]),
+      ("model.mlp_ratio x d_model", model.mlp_ratio * model.d_model, "tensor", sizes["tensor"]),
       ("the padded vocabulary", model.padded_vocab_size, "tensor", sizes["tensor"]),
     ):
       _require(size % over == 0, f"{what} = {size} must be a multiple of the mesh's {by} = {over}")

@@ -43,6 +43,7 @@ def test_overrides_are_read_by_the_type_of_their_field():
     "data.shuffle": "false",
     "data.windows": "first",
     "data.train": "a path.zarr",
+    "data.heldout": "none",
     "batch_tokens": "1_024",
   }
   config = overrides.load(TINY, given)
@@ -76,6 +77,7 @@ def test_overrides_that_only_make_sense_together_are_taken_together():
     ("data.windows", "some", "one of all, first"),
     ("optimizer.learning_rate", "-1", "optimizer.learning_rate must be"),
     ("optimizer.learning_rate", "nan", "optimizer.learning_rate must be"),
+    ("data.train", "mine.zarr", "data.heldout=embedded is no held-out part of data.train=mine.zarr"),
     ("context", "48", "batch_tokens must be a multiple of context=48"),
     ("accumulation", "3", "accumulation must divide the 8 rows"),
     ("model.variant", "linear", "model.variant must be one of"),
@@ -176,7 +178,8 @@ def test_a_chunk_must_fit_a_devices_part_of_the_context():
 def test_a_config_is_the_same_run_wherever_it_runs_and_whatever_it_tells():
   config = overrides.load(TINY)
   stored = json.loads(json.dumps(to_dict(config)))
-  elsewhere = {"mesh.fsdp": "2", "log.every": "7", "checkpoint.keep": "9", "data.threads": "1", "data.train": "moved"}
+  elsewhere = {"mesh.fsdp": "2", "log.every": "7", "checkpoint.keep": "9", "data.threads": "1"}
+  elsewhere |= {"data.train": "moved", "data.heldout": "none"}
   assert differences(to_dict(overrides.load(TINY, elsewhere)), stored) == {}
   other = overrides.load(TINY, {"model.power": "4", "seed": "1", "steps": "50"})
   assert differences(to_dict(other), stored) == {"model.power": (4, 2), "seed": (1, 0), "steps": (50, 40)}

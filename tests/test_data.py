@@ -230,3 +230,9 @@ def test_a_fingerprint_changes_with_the_data(rows, tmp_path):
 def test_no_sources_are_an_error(tmp_path):
   with pytest.raises(DataError, match="no Python sources under"):
     embedded("train", str(tmp_path))
+
+
+def test_packed_rows_are_not_joined(tmp_path):
+  path = store(tmp_path / "x.zarr", np.ones((4, 16)), np.zeros((4, 16)))
+  with pytest.raises(DataError, match="packed and padded and cannot be joined; prepare them with --row_length=32"):
+    open_documents(path, "train", DataConfig(join=True), 32)

@@ -215,7 +215,7 @@ def test_a_workdir_of_another_config_is_refused_with_the_keys_that_differ(whole)
   [
     (["--config.model.powr=4"], "did you mean --config.model.power?"),
     (["--config.mesh.tensor=3"], "must divide the number of devices, 1"),
-    (["--config.data.train=nowhere.zarr"], "there is no dataset at nowhere.zarr"),
+    (["--config.data.train=nowhere.zarr", "--config.data.heldout=none"], "there is no dataset at nowhere.zarr"),
     (["--config.context=100000000", "--config.batch_tokens=100000000"], "too short for 100000000 tokens"),
     (["--config.data.tokenizer=none.json", "--config.log.sample=1"], "data.tokenizer"),
     (["--topology=v5p:4x4x4"], "--topology needs --dry_run"),

@@ -42,7 +42,10 @@ def open_documents(path: str, split: str, data: DataConfig, length: int) -> Docu
     raise DataError(f"data.{split}: {documents.name} is empty")
   longest = int(documents.lengths.max())
   if longest < length and data.join:
-    documents = Joined(documents, -(-length // int(documents.lengths.min())))
+    if documents.read(0, 0, 1)[1] is not None:
+      hint = f"prepare them with --row_length={length} instead"
+      raise DataError(f"data.{split}: rows of {documents.name} are packed and padded and cannot be joined; {hint}")
+    documents = Joined(documents, -(-length // max(1, int(documents.lengths.min()))))
     longest = int(documents.lengths.max(initial=0))
   if longest < length:
     hint = "" if data.join else "; data.join=true joins consecutive ones"

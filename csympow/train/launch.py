@@ -31,3 +31,9 @@ def join_processes(coordinator: str | None, processes: int | None, process: int 
   except ValueError as error:
     if "coordinator_address" not in str(error):  # which is how JAX says that it found no cluster
       raise ConfigError(f"processes could not find each other: {str(error).splitlines()[0]}") from error
+
+
+def leave_processes() -> None:
+  """Waits until all processes are done: the first to end would take the others' coordinator away."""
+  if jax.process_count() > 1:
+    jax.distributed.shutdown()

@@ -27,7 +27,7 @@ from csympow.train import banner, launch, workdir
 from csympow.train.checkpoint import Checkpoints
 from csympow.train.loop import HaltedError, Loop, Profile, StopFlags
 from csympow.train.metrics import Journal
-from csympow.train.reports import Reports
+from csympow.train.reports import Reports, find_tokenizer
 from csympow.train.step import Program, TrainState
 from csympow.train.stop import EXIT_STOPPED, Stop, Stopped
 
@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     logging.CRITICAL
   )  # Orbax tells of a failing save at length; so does `main`, in a line
   code = _run(list(sys.argv[1:] if arguments is None else arguments), stop)
+  if code in (EXIT_DONE, EXIT_STOPPED):
+    launch.leave_processes()
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(code)  # a compilation that was given up may still be under way, and Python would wait for it
@@ -114,9 +116,14 @@ def run(options: argparse.Namespace, changes: dict[str, str], stop: Stop) -> Non
   documents = open_documents(config.data.train, "train", config.data, config.context)
   windows = Windows(documents, config.context, config.model.vocab_size, config.data.windows == "first")
   heldout = _heldout(config)
+  tokenizer = find_tokenizer(config.data)
+  if tokenizer is not None and tokenizer.vocab_size > config.model.vocab_size:
+    needed = f"the {tokenizer.vocab_size:,} tokens of {tokenizer.name}"
+    raise ConfigError(f"model.vocab_size must be at least {needed}, got {config.model.vocab_size:,}")
   fingerprint = documents.fingerprint
   workdir.check(directory, config, fingerprint)
-  jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(directory / "xla"))
+  if not options.dry_run and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    jax.config.update("jax_compilation_cache_dir", str(directory / "xla"))
 
   program = Program(config, layout)
   abstract = program.abstract_state()
@@ -139,7 +146,7 @@ def run(options: argparse.Namespace, changes: dict[str, str], stop: Stop) -> Non
   if first:
     say(f"going on from step {first:,} of {config.steps:,}", flush=True)
   journal = Journal(directory, first, config.log.tensorboard) if lead else None
-  reports = Reports(program, heldout, directory, stop, options.config)
+  reports = Reports(program, heldout, tokenizer, directory, stop, options.config)
   source = functools.partial(batches, windows, config, _batch_sharding(layout))
   loop = Loop(program, state, source, checkpoints, journal, reports, stop)
   try:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,15 @@ class Reports:
   """The reports of one run."""
 
   def __init__(
-    self, program: Program, heldout: Windows | None, directory: Path, stop: Stop, config_file: str = "CONFIG"
+    self,
+    program: Program,
+    heldout: Windows | None,
+    tokenizer: Tokenizer | None,
+    directory: Path,
+    stop: Stop,
+    config_file: str,
   ) -> None:
-    self._program, self._config, self._heldout = program, program.config, heldout
+    self._program, self._config, self._heldout, self._tokenizer = program, program.config, heldout, tokenizer
     self._directory, self._stop, self._config_file = directory, stop, config_file
     config = program.config
     self._lead = jax.process_index() == 0
@@ -180,10 +185,6 @@ class Reports:
       return self._heldout[0][0][: min(_PROMPT_TOKENS, self._config.context)]
     return np.zeros(1, np.int32)
 
-  @cached_property
-  def _tokenizer(self) -> Tokenizer | None:
-    return find_tokenizer(self._config.data)
-
   def _local_model(self, parameters: Any) -> Transformer:
     """The model on this process's first device, without the mesh; all processes must ask for it together."""
     layout = self._program.layout
@@ -207,8 +208,11 @@ def find_tokenizer(data: DataConfig) -> Tokenizer | None:
   described = Path(data.train).parent / "dataset.json"
   if "://" in data.train or not described.exists():
     return None
-  told = json.loads(described.read_text())["tokenizer"]
-  return load_tokenizer("bytes" if told["name"] == "bytes" else str(described.parent / told["file"]))
+  try:
+    told = json.loads(described.read_text())["tokenizer"]
+    return load_tokenizer("bytes" if told["name"] == "bytes" else str(described.parent / told["file"]))
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise ConfigError(f"{described} names no tokenizer that can be read: {error}") from error
 
 
 def _with_batches(config: Config, heldout: Windows) -> Config:
