@@ -236,3 +236,9 @@ def test_packed_rows_are_not_joined(tmp_path):
   path = store(tmp_path / "x.zarr", np.ones((4, 16)), np.zeros((4, 16)))
   with pytest.raises(DataError, match="packed and padded and cannot be joined; prepare them with --row_length=32"):
     open_documents(path, "train", DataConfig(join=True), 32)
+
+
+def test_links_that_lead_nowhere_are_left_out(tmp_path):
+  (tmp_path / "module.py").write_text("import this")
+  (tmp_path / "gone.py").symlink_to(tmp_path / "nothing")
+  np.testing.assert_array_equal(embedded("train", str(tmp_path)).lengths, [11])

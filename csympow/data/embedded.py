@@ -27,7 +27,8 @@ def embedded(split: Literal["train", "heldout"], root: str | None = None) -> InM
   sources: dict[str, list[Path]] = {}
   for file in sorted(library.rglob("*.py")):
     parts = file.relative_to(library).parts
-    if _LEFT_OUT.isdisjoint(parts) and not parts[0].startswith("config-"):
+    fits = _LEFT_OUT.isdisjoint(parts) and not parts[0].startswith("config-")
+    if fits and file.is_file():  # Debian has links there that lead nowhere
       sources.setdefault(parts[0].removesuffix(".py"), []).append(file)
   chosen = {name: files for name, files in sources.items() if _held_out(name) == (split == "heldout")}
   texts = (b"".join(file.read_bytes() for file in files) for files in chosen.values())
