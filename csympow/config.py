@@ -253,7 +253,7 @@ class Config:
 
   def __post_init__(self) -> None:
     _require_at_least(self, 1, "context", "batch_tokens", "accumulation", "steps")
-    _require_at_least(self, 0, "seed")
+    _require(0 <= self.seed < 2**31, f"seed must be from 0 to 2^31 - 1, got {self.seed}")
     _require(
       self.batch_tokens % self.context == 0,
       f"batch_tokens must be a multiple of context={self.context}, got {self.batch_tokens}",
@@ -292,8 +292,13 @@ class Config:
     )
 
 
-# Fields that may change between the parts of one run: they say where and how fast it runs and what it tells.
-FREE = ("mesh.", "log.", "checkpoint.", "data.cache_mb", "data.threads", "data.prefetch", "data.tokenizer")
+# Fields that may change between the parts of one run: they say where and how fast it runs, what it tells, and what it
+# does about bad steps.
+FREE = (
+  *("mesh.", "log.", "checkpoint.", "guard.", "accumulation"),
+  *("data.cache_mb", "data.threads", "data.prefetch", "data.tokenizer"),
+  *("model.remat", "model.form", "model.chunk_size", "model.implementation"),
+)
 
 
 def to_dict(config: Config) -> dict[str, Any]:

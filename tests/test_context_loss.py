@@ -45,9 +45,11 @@ def test_a_curve_averages_documents_by_powers_of_two(tmp_path):
   np.testing.assert_allclose(result.loss, [2, 3, 4.5, 7])
   np.testing.assert_allclose(result.error, [1, 1, 1, 1])
   assert "<- training context" in context.table(result, 8)
-  picture = context.write(result, tmp_path, 4, "conformal, p=2")
+  picture = context.write(result, tmp_path, 4, 30, "conformal, p=2")
   assert picture.read_bytes().startswith(b"\x89PNG")
   assert json.loads((tmp_path / "context.json").read_text())["trained_at"] == 4
+  assert context.made_at(tmp_path) == 30
+  assert context.made_at(tmp_path / "nowhere") is None
   assert (tmp_path / "context.csv").read_text().count("\n") == 5
 
 

@@ -232,6 +232,14 @@ def test_no_sources_are_an_error(tmp_path):
     embedded("train", str(tmp_path))
 
 
+def test_padding_at_the_end_of_rows_makes_no_windows(tmp_path):
+  segments = np.zeros((3, 32))
+  segments[0, 20:], segments[1, 5:], segments[2] = -1, -1, -1
+  windows = Windows(Zarr(store(tmp_path / "x.zarr", np.ones((3, 32)), segments)), 10, 100)
+  assert len(windows) == 2
+  assert all((windows[index][2] >= 0).all() for index in range(2))
+
+
 def test_packed_rows_are_not_joined(tmp_path):
   path = store(tmp_path / "x.zarr", np.ones((4, 16)), np.zeros((4, 16)))
   with pytest.raises(DataError, match="packed and padded and cannot be joined; prepare them with --row_length=32"):

@@ -177,7 +177,8 @@ def test_a_torn_save_counts_for_nothing(whole, tmp_path):
     opened.write('{"step": 41, "lo')
   output, errors = run(workdir)
   assert "going on from step 35" in output
-  assert errors == ""
+  assert "the save of checkpoint 40 was cut off" in errors
+  assert "the save of checkpoint 41 was cut off" in errors
   running.assert_same_run(workdir, whole[0])
 
 
@@ -267,8 +268,27 @@ def test_a_dry_run_compiles_and_writes_nothing(tmp_path):
 
 
 def test_a_profile_is_written(tmp_path):
-  run(tmp_path / "run", "--profile=3:2", "--config.steps=6", "--config.log.heldout=0")
+  output, _ = run(tmp_path / "run", "--profile=3:2", "--config.steps=6", "--config.log.heldout=0")
+  assert "profile from step 3 to 4" in output
   assert list((tmp_path / "run" / "tensorboard").rglob("*.xplane.pb"))
+
+
+def test_a_second_run_in_a_workdir_is_refused_and_harms_nothing(whole, tmp_path):
+  process = start(tmp_path / "run")
+  wait_for(process, "step 8/40")
+  _, errors = run(tmp_path / "run", expect=2)
+  assert "is in use by another run" in line(errors)
+  process.communicate(timeout=60)
+  running.assert_same_run(tmp_path / "run", whole[0])
+
+
+def test_a_profile_past_the_end_or_before_the_beginning_does_no_harm(tmp_path):
+  short = ["--config.optimizer.schedule=constant", "--config.log.heldout=0"]
+  run(tmp_path / "run", "--config.steps=6", "--profile=5:9", *short)
+  assert list((tmp_path / "run" / "tensorboard").rglob("*.xplane.pb"))
+  run(tmp_path / "run", "--config.steps=9", "--profile=2:3", *short)
+  _, errors = run(tmp_path / "run", "--config.steps=4", *short, expect=2)
+  assert "is at step 9, beyond steps=4" in line(errors)
 
 
 def campaign(tmp_path, whole, kills, seed):
@@ -315,6 +335,7 @@ def test_two_processes_of_four_devices_are_one_run(gentle, tmp_path):
         workdir,
         GENTLE,
         "--config.mesh.fsdp=2",
+        "--config.log.context_curve=64",
         f"--coordinator=127.0.0.1:{port}",
         "--num_processes=2",
         f"--process_id={n}",
@@ -336,3 +357,4 @@ def test_two_processes_of_four_devices_are_one_run(gentle, tmp_path):
     assert process.returncode == 0, errors
   assert_same_but_for_rounding(running.metrics(workdir), gentle)
   assert Path(workdir, "checkpoints", "40", "MANIFEST.json").exists()
+  assert Path(workdir, "context.png").exists()

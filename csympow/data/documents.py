@@ -18,6 +18,8 @@ import tensorstore as ts
 
 from csympow.config import ConfigError
 
+_SCANNED = 2**28  # tokens up to which all segment ids are looked at when a dataset is opened
+
 
 class DataError(ConfigError):
   """The data cannot be used; the message names the place."""
@@ -84,6 +86,10 @@ class Zarr:
       raise DataError(f"{segments} must have the shape of its tokens, got {shapes}")
     rows, length = self._tokens.shape
     self.lengths = np.full(rows, length, np.int64)
+    if self._segments is not None and rows * length <= _SCANNED:
+      # Padding stands at the end of a row: without it no window is all padding.
+      ids = self._segments.read().result()
+      self.lengths = np.where((ids >= 0).any(1), length - np.argmax(ids[:, ::-1] >= 0, axis=1), 0).astype(np.int64)
 
   @property
   def fingerprint(self) -> str:

@@ -35,6 +35,7 @@ from csympow.data.packing import pack
 from csympow.data.progress import Progress
 from csympow.data.sources import SPLITS, Corpus, Refused, Split
 from csympow.data.tokenizer import SMALLEST_BPE, BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from csympow.shell import python
 
 LARGEST_VOCABULARY = 1 << 16  # tokens are uint16
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 256  # tokenised at once, on all cores
@@ -319,7 +320,7 @@ def _summarise(output: Output, dataset: Mapping[str, Any]) -> None:
     flags.append(f"--config.model.vocab_size={dataset['vocab_size']}")
   if dataset["splits"]["train"]["array"]:
     workdir = shlex.quote(f"runs/{output.path.resolve().name}")
-    print(f"\nnext: python train.py --config=configs/quickstart.py --workdir={workdir} {' '.join(flags)}")
+    print(f"\nnext: {python()} train.py --config=configs/quickstart.py --workdir={workdir} {' '.join(flags)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Held-out loss against context: streamed through the state piece by piece, far past the training context."""
 
 import csv
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from csympow.train.loss import token_losses
 
 _PIECE = 512  # tokens that enter the state at once
 _TOKENS_AT_ONCE = 2**18  # of all documents that are streamed side by side
+_CACHE_BYTES = 4 * 2**30  # that their states may take: at p=4 one of the 124M model is 28 GB
 
 
 class Curve(NamedTuple):
@@ -46,9 +48,11 @@ def position_losses(
   """
   length = windows.context
   piece = min(_PIECE, length)
-  group = max(1, _TOKENS_AT_ONCE // length)
+  one = jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(1, length)))
+  bytes_of_one = sum(x.size * x.dtype.itemsize for x in one)
+  group = max(1, min(_TOKENS_AT_ONCE // length, _CACHE_BYTES // bytes_of_one))
 
-  @jax.jit
+  @functools.partial(jax.jit, donate_argnums=1)
   def advance(
     model: Transformer, cache: Cache, tokens: Int[jax.Array, "B t"], targets: Int[jax.Array, "B t"]
   ) -> tuple[Float[jax.Array, "B t"], Cache]:
@@ -98,14 +102,26 @@ def table(result: Curve, trained: int) -> str:
   return "\n".join(lines)
 
 
-def write(result: Curve, directory: Path, trained: int, label: str) -> Path:
-  """Writes context.csv, context.json and context.png; returns the picture's path."""
+def made_at(directory: Path) -> int | None:
+  """The step of the model whose curve lies in the directory."""
+  try:
+    step: int = json.loads((directory / "context.json").read_text())["step"]
+  except (OSError, ValueError, KeyError, TypeError):
+    return None
+  return step
+
+
+def write(result: Curve, directory: Path, trained: int, step: int, label: str) -> Path:
+  """Writes context.csv, context.png and, last and at once, context.json; returns the picture's path."""
   with (directory / "context.csv").open("w", newline="") as opened:
     writer = csv.writer(opened)
     writer.writerow(["context", "loss", "standard_error", "documents"])
     writer.writerows(zip(result.context, result.loss, result.error, [result.documents] * len(result.loss), strict=True))
-  (directory / "context.json").write_text(json.dumps(result._asdict() | {"trained_at": trained}, indent=1))
-  return _plot(result, directory / "context.png", trained, label)
+  picture = _plot(result, directory / "context.png", trained, label)
+  temporary = directory / ".context.json"
+  temporary.write_text(json.dumps(result._asdict() | {"trained_at": trained, "step": step}, indent=1))
+  temporary.rename(directory / "context.json")
+  return picture
 
 
 def _plot(result: Curve, path: Path, trained: int, label: str) -> Path:

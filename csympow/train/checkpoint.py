@@ -86,6 +86,11 @@ class Checkpoints:
     saving.thread.start()
     self._saving = saving
 
+  def look(self) -> None:
+    """Raises what a save failed by that has ended since."""
+    if self._saving is not None and not self._saving.thread.is_alive():
+      self.wait()
+
   def wait(self) -> None:
     """Returns when no save is under way; raises what the last one failed by."""
     if self._saving is None:
@@ -97,9 +102,8 @@ class Checkpoints:
     self.last_step = saving.step
 
   def _newest_whole(self) -> tuple[int, list[str]]:
-    remarks = []
+    remarks = self._clear_unfinished()
     damaged = False
-    self._clear_unfinished()
     for step in reversed(finished_steps(self._directory)):
       path = self._directory / str(step)
       try:
@@ -116,13 +120,14 @@ class Checkpoints:
       raise ConfigError(f"{'; '.join(remarks)}; no other is left: move {self._directory} away to start over")
     return -1, remarks
 
-  def _clear_unfinished(self) -> None:
-    """Removes what a save that was cut off has left."""
-    if not self._directory.is_dir():
-      return
-    for path in self._directory.iterdir():
+  def _clear_unfinished(self) -> list[str]:
+    """Removes what a save that was cut off has left, and tells of it."""
+    remarks = []
+    for path in sorted(self._directory.iterdir()) if self._directory.is_dir() else []:
       if path.name[0].isdigit() and path.is_dir() and not (path / MANIFEST).exists():
         shutil.rmtree(path)
+        remarks.append(f"the save of checkpoint {path.name.split('.')[0]} was cut off; what there was of it is removed")
+    return remarks
 
   def _delete_old(self, newest: int) -> None:
     period = self._config.keep_every
@@ -153,6 +158,8 @@ def write_manifest(path: Path) -> None:
     json.dump({"sha256": files}, opened, indent=1)
     opened.flush()
     os.fsync(opened.fileno())
+  for directory in (*(inner for inner in path.rglob("*") if inner.is_dir()), path, path.parent):
+    _sync_directory(directory)
   temporary.rename(path / MANIFEST)
   _sync_directory(path)
 
@@ -167,7 +174,11 @@ def verify(path: Path) -> None:
   for name, digest in names.items():
     if not (path / name).is_file():
       raise DamagedError(f"{name} is missing")
-    if _digest(path / name) != digest:
+    try:
+      found = _digest(path / name)
+    except OSError as error:
+      raise DamagedError(f"{name} cannot be read: {os.strerror(error.errno or 0)}") from error
+    if found != digest:
       raise DamagedError(f"{name} is not what was written")
 
 

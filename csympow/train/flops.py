@@ -19,6 +19,8 @@ from csympow.config import Config
 PEAKS = {
   "NVIDIA H200": 989e12,
   "NVIDIA H100": 989e12,
+  "NVIDIA H100 PCIe": 756e12,
+  "NVIDIA H100 NVL": 835e12,
   "NVIDIA B200": 2250e12,
   "NVIDIA A100": 312e12,
   "TPU v4": 275e12,

@@ -3,6 +3,7 @@
 import os
 
 import jax
+from jax.experimental import multihost_utils
 
 from csympow.config import ConfigError
 
@@ -36,4 +37,5 @@ def join_processes(coordinator: str | None, processes: int | None, process: int 
 def leave_processes() -> None:
   """Waits until all processes are done: the first to end would take the others' coordinator away."""
   if jax.process_count() > 1:
+    multihost_utils.sync_global_devices("csympow is done")
     jax.distributed.shutdown()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -61,8 +61,12 @@ class Loop:
 
   def finish_postponed(self) -> None:
     """Completes the record of the state's step, if the part before was told to stop while it was being made."""
-    record = None if self._journal is None else self._journal.postponed
-    if record is not None:
+    if self._journal is None or self._journal.postponed is None:
+      return
+    record = self._journal.postponed
+    if jax.process_count() > 1:  # what is due needs all of them, and only this one knows
+      self._journal.write(record)
+    else:
       self._complete(record, next(self._source(record["step"] - 1)))
 
   def _look(self, step: int, metrics: Metrics) -> bool:
@@ -74,7 +78,10 @@ class Loop:
       self._checkpoints.wait()
       kept = self._checkpoints.last_step
       where = "no checkpoint was due before it" if kept is None else f"the last checkpoint, step {kept}, is kept"
-      raise HaltedError(f"stopped before the update of step {step}{after}: {found} ({why}); {where}")
+      raise HaltedError(
+        f"stopped before the update of step {step}{after}: {found} ({why}); {where}; "
+        "--config.guard.skip_limit=10 would skip such steps"
+      )
     if metrics.bad:
       self._say(f"step {step} skipped: loss {float(metrics.loss)}, gradient norm {float(metrics.grad_norm)}")
     return bool(metrics.stop)
@@ -103,6 +110,7 @@ class Loop:
     }
     used = self._reports.utilisation(speed)
     record |= {} if used is None else {"mfu": used}
+    self._checkpoints.look()
     self._progress.step(step, record["loss"], speed, due=self._journal is not None)
     self._complete(record, batch)
     if step % config.checkpoint.every == 0 or step == config.steps:
@@ -134,17 +142,29 @@ class Profile:
 
   def __init__(self, steps: range, directory: Path) -> None:
     self._steps, self._directory = steps, directory
+    self._first: int | None = None  # step of the trace under way
 
   def before(self, step: int, state: TrainState) -> None:
-    """To be called before each step: begins and ends the trace. It ends before the step after the last."""
-    if not self._steps:
-      return
-    if step - 1 == self._steps.start:
+    """To be called before each step: begins and ends the trace."""
+    if self._first is None and step in self._steps:
       jax.profiler.start_trace(str(self._directory))
-    if step - 1 == self._steps.stop:
+      self._first = step
+    elif self._first is not None and step not in self._steps:
       jax.block_until_ready(state)
+      self._end(step - 1)
+
+  def _end(self, last: int | None = None) -> None:
+    if self._first is not None:
       jax.profiler.stop_trace()
-      print(f"profile of steps {self._steps.start + 1} to {step - 1} in {self._directory}", flush=True)
+      if jax.process_index() == 0:
+        print(f"profile from step {self._first}{f' to {last}' if last else ''} in {self._directory}", flush=True)
+      self._first = None
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._end()
 
 
 class StopFlags:

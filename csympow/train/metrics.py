@@ -17,10 +17,10 @@ class Journal:
 
   def __init__(self, workdir: Path, step: int, tensorboard: bool) -> None:
     path = workdir / "metrics.jsonl"
-    _rewind(path, step)
+    known = _rewind(path, step)
     self._file = path.open("a")
     self._postponed = workdir / "postponed.json"
-    self.postponed = self._take_postponed(step)
+    self.postponed = None if step in known else self._take_postponed(step)
     self._writer: Any = None
     if tensorboard:
       from tensorboardX import SummaryWriter  # half a second that a dry run need not wait
@@ -76,9 +76,10 @@ def read(path: Path) -> list[dict[str, Any]]:
   return records
 
 
-def _rewind(path: Path, step: int) -> None:
+def _rewind(path: Path, step: int) -> set[int]:
+  """Cuts off the lines after a step; returns the steps that are left."""
   if not path.exists():
-    return
+    return set()
   kept = [record for record in read(path) if record["step"] <= step]
   temporary = path.with_name(".metrics.jsonl")
   with temporary.open("w") as opened:
@@ -86,6 +87,7 @@ def _rewind(path: Path, step: int) -> None:
     opened.flush()
     os.fsync(opened.fileno())
   temporary.rename(path)
+  return {record["step"] for record in kept}
 
 
 def _finite(value: Any) -> Any:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     logging.CRITICAL
   )  # Orbax tells of a failing save at length; so does `main`, in a line
   code = _run(list(sys.argv[1:] if arguments is None else arguments), stop)
-  if code in (EXIT_DONE, EXIT_STOPPED):
+  if code in (EXIT_DONE, EXIT_STOPPED, EXIT_NOT_FINITE):
     launch.leave_processes()
   sys.stdout.flush()
   sys.stderr.flush()
@@ -71,9 +71,15 @@ def _run(arguments: list[str], stop: Stop) -> int:
   return EXIT_DONE
 
 
+class _Parser(argparse.ArgumentParser):
+  def error(self, message: str) -> NoReturn:
+    raise ConfigError(f"{message}; see --help")
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
+  parser = _Parser(
     prog="train.py",
+    allow_abbrev=False,
     description="Trains a model. The same command again goes on where the last one stopped.",
     epilog="Any field of the config can be set: --config.model.power=4 --config.steps=1000",
   )
@@ -134,8 +140,11 @@ def run(options: argparse.Namespace, changes: dict[str, str], stop: Stop) -> Non
     say(f"  memory     {banner.memory(compiled)[1]}\ndry run: nothing was written", flush=True)
     return
 
-  workdir.claim(directory, config, fingerprint)
-  workdir.check_room(directory, _bytes(abstract), config.checkpoint.keep)
+  if lead:
+    workdir.lock(directory)
+    workdir.check(directory, config, fingerprint)  # again: nobody else can change it now
+    workdir.claim(directory, config, fingerprint)
+    workdir.check_room(directory, _bytes(abstract), config.checkpoint.keep)
   checkpoints = Checkpoints(directory.absolute() / "checkpoints", config.checkpoint)
   state, remarks = checkpoints.restore(abstract)
   for remark in remarks:
@@ -143,6 +152,8 @@ def run(options: argparse.Namespace, changes: dict[str, str], stop: Stop) -> Non
   if state is None:
     state = jax.jit(program.init, out_shardings=_shardings(abstract))()
   first = int(state.step)
+  if first > config.steps:
+    raise ConfigError(f"--workdir={directory} is at step {first:,}, beyond steps={config.steps:,}")
   if first:
     say(f"going on from step {first:,} of {config.steps:,}", flush=True)
   journal = Journal(directory, first, config.log.tensorboard) if lead else None
@@ -156,9 +167,12 @@ def run(options: argparse.Namespace, changes: dict[str, str], stop: Stop) -> Non
       return
     if first < config.steps:
       began = time.monotonic()
-      compiled = stop.interruptible(lambda: _compile(program, abstract, windows))
+      compile_step = functools.partial(_compile, program, abstract, windows)
+      # With several processes the first step tells all of them to stop, or none would know where the others are.
+      compiled = stop.interruptible(compile_step) if jax.process_count() == 1 else compile_step()
       say(f"  memory     {banner.memory(compiled)[1]}; compiled in {time.monotonic() - began:.0f} s", flush=True)
-      loop.run(compiled, Profile(options.window, directory / "tensorboard"))
+      with Profile(options.window, directory / "tensorboard") as profile:
+        loop.run(compiled, profile)
     reports.final(loop.state)
   except Stopped:
     checkpoints.save(loop.state)

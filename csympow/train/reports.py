@@ -18,6 +18,7 @@ from csympow.data.tokenizer import Tokenizer, load_tokenizer
 from csympow.evaluate import context as context_loss
 from csympow.evaluate.sample import continuation
 from csympow.model import Transformer
+from csympow.shell import python
 from csympow.train import flops
 from csympow.train.metrics import Journal
 from csympow.train.step import Program, TrainState
@@ -78,8 +79,8 @@ class Reports:
   @property
   def unfinished(self) -> bool:
     """Whether the curve that ends the run is still to be made."""
-    wanted = self._heldout is not None and self._config.log.context_curve > self._config.context
-    return wanted and not (self._directory / "context.png").exists()
+    wanted = self._heldout is not None and self._config.log.context_curve >= self._config.context
+    return wanted and context_loss.made_at(self._directory) != self._config.steps
 
   def final(self, state: TrainState) -> None:
     """The held-out loss against context, as a table and a picture, and what to do next."""
@@ -95,7 +96,7 @@ class Reports:
     config = self._config
     windows, indices = self._long_windows()
     if not indices:
-      print(f"no held-out document has more than the training context of {config.context:,} tokens: no curve")
+      print(f"no held-out document has the training context of {config.context:,} tokens: no curve")
       return
     length = windows.context
     print(
@@ -104,7 +105,7 @@ class Reports:
     losses = context_loss.position_losses(model, windows, indices, lambda _: self._stop.check())
     result = context_loss.curve(losses)
     label = config.model.variant + ("" if config.model.variant == "softmax" else f", p={config.model.power}")
-    picture = context_loss.write(result, self._directory, config.context, label)
+    picture = context_loss.write(result, self._directory, config.context, config.steps, label)
     print(f"{context_loss.table(result, config.context)}\nplot: {picture}")
 
   def _long_windows(self) -> tuple[Windows, list[int]]:
@@ -112,7 +113,7 @@ class Reports:
     config = self._config
     assert self._heldout is not None
     length = config.log.context_curve
-    while length > config.context:
+    while length >= config.context:
       windows = self._heldout.of_length(length)
       count = min(config.log.context_documents, len(windows))
       indices = [int(i) for i in np.linspace(0, len(windows) - 1, count)] if count else []
@@ -127,8 +128,8 @@ class Reports:
     directory = self._directory.with_name(f"{self._directory.name}-{other}")
     return (
       f"Try next: the same with {other} attention, and a dataset of your own texts:\n"
-      f"  python train.py --config={self._config_file} --workdir={directory} --config.model.variant={other}\n"
-      "  python -m csympow.data.prepare YOUR_FILES --out=data/mine"
+      f"  {python()} train.py --config={self._config_file} --workdir={directory} --config.model.variant={other}\n"
+      f"  {python()} -m csympow.data.prepare YOUR_FILES --out=data/mine"
     )
 
   def _heldout_loss(self, parameters: Any) -> float:

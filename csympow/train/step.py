@@ -104,11 +104,14 @@ class Program:
     spike = jnp.zeros((), bool)
     if config.guard.spike is not None:
       spike = (state.step >= config.guard.spike_warmup) & (loss > config.guard.spike * state.guard.mean_loss)
+      spike &= state.guard.mean_loss > 0
     bad = ~finite | spike
     in_a_row = jnp.where(bad, state.guard.in_a_row + 1, 0)
     halted = state.guard.halted | (in_a_row > config.guard.skip_limit)
     accepted = ~bad & ~halted
-    mean = jnp.where(state.step == 0, loss, _MEMORY_OF_LOSS * state.guard.mean_loss + (1 - _MEMORY_OF_LOSS) * loss)
+    mean = jnp.where(
+      state.guard.mean_loss == 0, loss, _MEMORY_OF_LOSS * state.guard.mean_loss + (1 - _MEMORY_OF_LOSS) * loss
+    )
     new = TrainState(
       step=jnp.where(halted, state.step, state.step + 1),
       parameters=_where(accepted, parameters, state.parameters),

@@ -1,13 +1,15 @@
 """The directory of a run: what it must be before anything is written to it, and the config it belongs to."""
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from csympow.config import Config, ConfigError, differences, to_dict
+from csympow.train.checkpoint import finished_steps
 from csympow.train.metrics import size
 
 
@@ -43,13 +45,28 @@ def claim(workdir: Path, config: Config, fingerprint: str) -> None:
   temporary.rename(workdir / "config.json")
 
 
+def lock(workdir: Path) -> None:
+  """Keeps a second run out of the directory for as long as this process lives; raises a ConfigError if it is one."""
+  workdir.mkdir(parents=True, exist_ok=True)
+  file = (workdir / ".lock").open("w")
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError as error:
+    raise ConfigError(f"--workdir={workdir} is in use by another run") from error
+  _locks.append(file)
+
+
+_locks: list[TextIO] = []  # closing the file would give the lock away
+
+
 def check_room(workdir: Path, checkpoint_bytes: int, keep: int) -> None:
-  """Raises a ConfigError if the disk has no room for the checkpoints that will be there at once."""
+  """Raises a ConfigError if the disk has no room for the checkpoints that are still to come to lie there at once."""
   free = shutil.disk_usage(workdir).free
-  needed = checkpoint_bytes * (keep + 1)
+  missing = max(1, keep + 1 - len(finished_steps(workdir / "checkpoints")))
+  needed = checkpoint_bytes * missing
   if free < needed:
     raise ConfigError(
-      f"--workdir={workdir} has {size(free)} free, and {keep + 1} checkpoints of {size(checkpoint_bytes)} need "
+      f"--workdir={workdir} has {size(free)} free, and {missing} more checkpoints of {size(checkpoint_bytes)} need "
       f"{size(needed)}"
     )
 
