@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 import jax
-import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Integer
 
@@ -153,12 +153,12 @@ class Layout:
     return jax.shard_map(attend, mesh=self.mesh, in_specs=inputs, out_specs=heads)
 
 
-def make_mesh(sizes: dict[str, int], devices: Any = None) -> Mesh:
+def make_mesh(sizes: dict[str, int], devices: list[Any] | None = None) -> Mesh:
   """The mesh of these sizes, over all devices unless some are given."""
   shape = tuple(sizes[name] for name in AXES)
-  if devices is not None and not isinstance(devices, list):  # a topology's array of devices
-    devices = list(np.asarray(devices).ravel())
-  return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+  # Not jax.make_mesh: it refuses an axis that is no product of the torus's own, such as 8 on v5p's 4 x 4 x 4.
+  laid_out = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+  return Mesh(laid_out, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def mesh_sizes(data: int, fsdp: int, tensor: int, context: int, devices: int) -> dict[str, int]:

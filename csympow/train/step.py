@@ -109,9 +109,8 @@ class Program:
     in_a_row = jnp.where(bad, state.guard.in_a_row + 1, 0)
     halted = state.guard.halted | (in_a_row > config.guard.skip_limit)
     accepted = ~bad & ~halted
-    mean = jnp.where(
-      state.guard.mean_loss == 0, loss, _MEMORY_OF_LOSS * state.guard.mean_loss + (1 - _MEMORY_OF_LOSS) * loss
-    )
+    before = jnp.where(state.guard.mean_loss > 0, state.guard.mean_loss, loss)
+    mean = _MEMORY_OF_LOSS * before + (1 - _MEMORY_OF_LOSS) * loss
     new = TrainState(
       step=jnp.where(halted, state.step, state.step + 1),
       parameters=_where(accepted, parameters, state.parameters),
