@@ -108,7 +108,13 @@ def test_no_scale_changes_the_result(scale):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("spec", [P("data"), P(None, None, "model"), P("data", None, "model")])
+@pytest.mark.parametrize(
+  "spec",
+  [
+    *(pytest.param(P(*axes), marks=pytest.mark.slow) for axes in (["data"], [None, None, "model"])),
+    P("data", None, "model"),
+  ],
+)
 def test_explicitly_sharded_batch_and_heads_give_the_same_numbers(form, spec):
   *x, weights = tensors()
   beta = 1 + 0.5 * jnp.tanh(x[1][..., 0])

@@ -181,19 +181,20 @@ def test_bad_steps_are_skipped_up_to_a_limit_in_a_row():
 
 
 def test_a_spike_of_the_loss_is_a_bad_step():
-  config = dataclasses.replace(config_of(), guard=GuardConfig(skip_limit=1, spike=1.1, spike_warmup=3))
+  config = dataclasses.replace(config_of(), guard=GuardConfig(skip_limit=1, spike=1.5, spike_warmup=2))
   program = Program(config, None)
   state = quick_jit(program.init)()
   step = quick_jit(program.step)
-  for n, batch in enumerate(itertools.islice(batches(windows(), config, None), 22)):
-    if n == 20:  # constant text is nothing the model has learned
-      batch = Batch(batch.tokens * 0 + 200, batch.targets * 0 + 201, None)
-    before = state.parameters
+  for n, batch in enumerate(itertools.islice(batches(windows(), config, None), 6)):
+    if n == 4:  # as if all losses before had been half of what they were
+      state = state._replace(guard=state.guard._replace(mean_loss=state.guard.mean_loss / 2))
+    before = state
     state, metrics = step(state, batch, NO_STOP)
-    assert bool(metrics.spike) == (n == 20), float(metrics.loss)
-    if n == 20:
-      jax.tree.map(np.testing.assert_array_equal, state.parameters, before)
-  assert int(metrics.skipped) == 1
+    assert bool(metrics.spike) == (n >= 4), n
+    assert bool(metrics.halted) == (n == 5)
+    if n >= 4:
+      jax.tree.map(np.testing.assert_array_equal, state.parameters, before.parameters)
+  assert int(metrics.skipped) == 2
 
 
 def test_the_wish_of_one_device_to_stop_reaches_the_metrics():
