@@ -70,13 +70,16 @@ def test_first_windows_are_one_a_document(rows):
   np.testing.assert_array_equal(windows[5][0], rows[1][5, :32])
 
 
-def test_no_target_crosses_a_segment_or_lies_in_padding(tmp_path):
+@pytest.mark.parametrize("scanned", [0, 1000])  # whether padding is looked for when the dataset is opened
+def test_no_target_crosses_a_segment_or_lies_in_padding(tmp_path, monkeypatch, scanned):
+  monkeypatch.setattr("csympow.data.documents._SCANNED", scanned)
   tokens = np.arange(16).reshape(1, 16)
   segments = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, -1, -1, -1, -1]])
-  windows = Windows(Zarr(store(tmp_path / "x.zarr", tokens, segments)), 16, 100)
+  length = 12 if scanned else 16
+  windows = Windows(Zarr(store(tmp_path / "x.zarr", tokens, segments)), length, 100)
   _, targets, found = windows[0]
-  np.testing.assert_array_equal(found, segments[0])
-  np.testing.assert_array_equal(targets, [1, 2, -1, 4, 5, 6, -1, 8, 9, 10, 11, -1, -1, -1, -1, -1])
+  np.testing.assert_array_equal(found, segments[0, :length])
+  np.testing.assert_array_equal(targets, [1, 2, -1, 4, 5, 6, -1, 8, 9, 10, 11, -1, -1, -1, -1, -1][:length])
 
 
 def test_an_absent_chunk_is_an_error_and_not_zeros(rows, tmp_path):

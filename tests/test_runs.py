@@ -273,13 +273,18 @@ def test_a_profile_is_written(tmp_path):
   assert list((tmp_path / "run" / "tensorboard").rglob("*.xplane.pb"))
 
 
-def test_a_second_run_in_a_workdir_is_refused_and_harms_nothing(whole, tmp_path):
-  process = start(tmp_path / "run")
-  wait_for(process, "step 8/40")
-  _, errors = run(tmp_path / "run", expect=2)
-  assert "is in use by another run" in line(errors)
-  process.communicate(timeout=60)
-  running.assert_same_run(tmp_path / "run", whole[0])
+def test_a_second_run_in_a_workdir_is_refused_and_harms_nothing(tmp_path):
+  process = start(tmp_path / "run", "--config.log.heldout=2", "--config.log.heldout_batches=5000")
+  wait_for(process, "step 2/40")
+  try:
+    _, errors = run(tmp_path / "run", expect=2)
+    assert "is in use by another run" in line(errors)
+  finally:
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+  assert process.returncode == 75
+  run(tmp_path / "run", "--config.log.heldout=0")
+  assert [record["step"] for record in running.metrics(tmp_path / "run")] == list(range(1, 41))
 
 
 def test_a_profile_past_the_end_or_before_the_beginning_does_no_harm(tmp_path):

@@ -124,7 +124,8 @@ class Checkpoints:
     """Removes what a save that was cut off has left, and tells of it."""
     remarks = []
     for path in sorted(self._directory.iterdir()) if self._directory.is_dir() else []:
-      if path.name[0].isdigit() and path.is_dir() and not (path / MANIFEST).exists():
+      finished = path.name.isdigit() and (path / MANIFEST).exists()
+      if path.name[0].isdigit() and path.is_dir() and not finished:
         shutil.rmtree(path)
         remarks.append(f"the save of checkpoint {path.name.split('.')[0]} was cut off; what there was of it is removed")
     return remarks
