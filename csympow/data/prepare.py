@@ -325,4 +325,7 @@ def _summarise(output: Output, dataset: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
   stop_on_signals()
-  sys.exit(main())
+  code = main()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)  # Python would first give the signals back, and die of one that comes then
