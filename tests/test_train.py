@@ -108,6 +108,22 @@ def test_a_loss_in_blocks_is_the_mean_over_all_targets(monkeypatch):
   np.testing.assert_allclose(found.z, jnp.where(valid, z, 0).sum(), rtol=1e-5)
 
 
+def test_gradients_are_those_of_the_mean_loss_over_targets_and_of_the_z_loss():
+  config = config_of(optimizer__z_loss=0.1)
+  program = Program(config, None)
+  parameters = program.init().parameters
+  batch = batch_of(config, segments=True)
+
+  def mean_loss(parameters):
+    logits = program.model(parameters)(batch.tokens, batch.segment_ids)[..., : config.model.vocab_size]
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch.targets, 0))
+    z = jax.nn.logsumexp(logits, axis=-1) ** 2
+    return jnp.mean(nll + 0.1 * z, where=batch.targets >= 0), jnp.mean(nll, where=batch.targets >= 0)
+
+  wanted, loss = quick_jit(jax.grad(mean_loss, has_aux=True))(parameters)
+  assert_same(quick_jit(program._gradients)(parameters, batch), (loss, wanted))
+
+
 def test_a_target_that_is_not_there_costs_nothing():
   logits = jnp.asarray([[1.0, 2.0], [jnp.inf, 0.0]])
   np.testing.assert_array_equal(token_losses(logits, jnp.asarray([-1, -1]))[0], [0, 0])
