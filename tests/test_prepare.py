@@ -267,7 +267,7 @@ def test_without_held_out_documents_it_says_so(tmp_path):
 def test_a_finished_dataset_is_left_alone_and_other_settings_are_refused_by_name(tmp_path):
   directory, out = write(tmp_path / "in", [prose(seed, 30) for seed in range(9)]), tmp_path / "out"
   arguments = (directory, f"--out={out}", "--row_length=32")
-  assert "next: python train.py --config=configs/quickstart.py --workdir=runs/out" in succeed(*arguments)
+  assert "train.py --config=configs/quickstart.py --workdir=runs/out" in succeed(*arguments)
   before = snapshot(out)
   assert "is finished" in succeed(*arguments)
   assert "row_length is 32 there, 16 here" in refuse(directory, f"--out={out}", "--row_length=16")

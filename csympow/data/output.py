@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from csympow.data.sources import SPLITS, Refused
+from csympow.disk import sync_directory
 
 DATASET = "dataset.json"
 TOKENIZER = "tokenizer.json"
@@ -106,10 +107,10 @@ class Output:
     if tokenizer is not None:
       replace_file(self.partial / TOKENIZER, tokenizer, durable=True)
       (self.partial / TOKENIZER).rename(self.path / TOKENIZER)
-    _sync(self.path)
+    sync_directory(self.path)
     replace_file(self.partial / DATASET, to_json(dataset), durable=True)
     (self.partial / DATASET).rename(self.path / DATASET)
-    _sync(self.path)
+    sync_directory(self.path)
 
   def clean(self) -> None:
     """Removes what served the work only."""
@@ -188,11 +189,3 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path)
   else:
     path.unlink()
-
-
-def _sync(directory: Path) -> None:
-  descriptor = os.open(directory, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)

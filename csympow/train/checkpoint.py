@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from csympow.config import CheckpointConfig, ConfigError
+from csympow.disk import sync_directory
 from csympow.train.step import TrainState
 
 MANIFEST = "MANIFEST.json"
@@ -160,9 +161,9 @@ def write_manifest(path: Path) -> None:
     opened.flush()
     os.fsync(opened.fileno())
   for directory in (*(inner for inner in path.rglob("*") if inner.is_dir()), path, path.parent):
-    _sync_directory(directory)
+    sync_directory(directory)
   temporary.rename(path / MANIFEST)
-  _sync_directory(path)
+  sync_directory(path)
 
 
 def verify(path: Path) -> None:
@@ -199,11 +200,3 @@ def _set_aside(path: Path) -> Path:
   while free.exists():
     free, n = target.with_name(f"{target.name}.{n}"), n + 1
   return path.rename(free)
-
-
-def _sync_directory(path: Path) -> None:
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
