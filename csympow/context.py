@@ -36,7 +36,18 @@ from csympow.checks import came, validated
 from csympow.forms import attention as within
 from csympow.forms import chunked, recurrent
 from csympow.forms.memory import Memory, Written, discounted, empty, write, write_backward
-from csympow.forms.spans import Inputs, Settings, Sums, for_each, item, merge, normalised, split
+from csympow.forms.spans import (
+  Inputs,
+  Settings,
+  Sums,
+  for_each,
+  heads_first,
+  item,
+  merge,
+  normalised,
+  split,
+  time_first,
+)
 from csympow.gates import RESET
 from csympow.prefix import prefix_sum
 from csympow.rotation import phases, rotate
@@ -83,6 +94,8 @@ def attention(
   shards = lax.axis_size(axis)
   if shards == 1:
     return op.attention(q, k, v, power, log_gate, beta, rates, segment_ids, scale, form, chunk_size, implementation)
+  if implementation == "pallas":
+    raise NotImplementedError("implementation='pallas' has no kernels over a split sequence; 'xla' or None runs there")
   plan = _plan(op._shape(q, k, v, power, needs_state=False), shards, form, chunk_size)
   settings = op._settings(power, plan, q.dtype)
   shard, q, k, v, log_gate, beta, rates, segment_ids = op._equally_varying(
@@ -259,7 +272,7 @@ def _written_forward(k: Array, v: Array, until_end: Array, settings: Settings) -
 
 
 def _written_backward(settings: Settings, saved: tuple[Array, ...], dmemory: Memory) -> tuple[Array, ...]:
-  dk, dv = map(chunked._time_first, write_backward(dmemory, _entries(*saved), settings))
+  dk, dv = map(time_first, write_backward(dmemory, _entries(*saved), settings))
   return dk, dv, jnp.sum(saved[0] * dk, axis=-1) / settings.power  # Euler, as in chunked
 
 
@@ -267,7 +280,7 @@ _written.defvjp(_written_forward, _written_backward)
 
 
 def _entries(k: Float[Array, "B T H d"], v: Float[Array, "B T H dv"], until_end: Float[Array, "B T H"]) -> Written:
-  return Written(*map(chunked._heads_first, (k, v, jnp.exp(until_end)[..., None])))
+  return Written(*map(heads_first, (k, v, jnp.exp(until_end)[..., None])))
 
 
 class _Keys(NamedTuple):
@@ -315,14 +328,14 @@ def _forward(
     return for_each(lambda total, new: total.at[i].add(new), far, found)
 
   far = merge(_each_pair(add_pair, for_each(jnp.zeros_like, split(near, settings.block)), len(queries), shard))
-  sums = for_each(lambda near, far: chunked._time_first(near + since_start * far), near, far)
+  sums = for_each(lambda near, far: time_first(near + since_start * far), near, far)
   y = normalised(sums)
   return y, _Saved(tokens, keys, shard, y, sums.denominator)
 
 
 def _backward(settings: Settings, saved: _Saved, dy: Float[Array, "B T H g dv"]) -> tuple[_Tokens, _Keys, None]:
   inputs, since_start = _inputs(saved.tokens)
-  dsums = for_each(chunked._heads_first, chunked._normalised_backward(dy, saved.y, saved.denominator))
+  dsums = for_each(heads_first, chunked.normalised_backward(dy, saved.y, saved.denominator))
   gradients = within.backward(inputs, dsums, settings)
   queries, dsums = split((inputs.q, for_each(lambda x: x * since_start, dsums)), settings.block)
   product = functools.partial(jnp.einsum, precision=settings.precision)
@@ -340,7 +353,7 @@ def _backward(settings: Settings, saved: _Saved, dy: Float[Array, "B T H g dv"])
   zeros = for_each(jnp.zeros_like, (queries, saved.keys))
   dq, dkeys = _each_pair(add_pair, zeros, len(queries), saved.shard)
   gradients = gradients._replace(q_far=gradients.q_far + merge(dq))
-  return _Tokens(*chunked._finish(inputs, gradients, None, settings.power)), dkeys, None
+  return _Tokens(*chunked.finish(inputs, gradients, None, settings.power)), dkeys, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -348,7 +361,7 @@ _attend.defvjp(_forward, _backward)
 
 def _inputs(x: _Tokens) -> tuple[Inputs, Float[Array, "B H 1 T 1"]]:
   """The tokens, heads first, and their discounts since the shard's start."""
-  inputs = chunked._inputs(chunked._Sequence(x.q, x.k, x.v, prefix_sum(x.log_gate)))
+  inputs = chunked.inputs_of(chunked.Sequence(x.q, x.k, x.v, prefix_sum(x.log_gate)))
   return inputs, jnp.exp(inputs.G.hi)[:, :, None]
 
 

@@ -12,8 +12,10 @@ from typing import Literal
 import jax
 
 from csympow.features import feature_dim
+from kernels_pallas.gpu.tiles import FRAME, TILE
 
 type Form = Literal["attention", "chunked", "recurrent"]
+type Implementation = Literal["xla", "pallas"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Plan:
   flops: int
   bytes: int
   seconds: float
+  implementation: Implementation = "xla"
 
 
 def platform() -> str:
@@ -84,12 +87,21 @@ def platform() -> str:
   return "gpu" if name in ("cuda", "rocm") else name
 
 
-def choose(shape: Shape, form: str, chunk_size: int | None, device: str) -> Plan:
-  """The plan for `form`, or for "auto" the fastest of all."""
+# The products' rate in the kernels of the attention form on an H200; benchmarks/attention.py measures it.
+_KERNEL_FLOPS = 4.5e14
+
+
+def choose(
+  shape: Shape, form: str, chunk_size: int | None, device: str, implementations: tuple[Implementation, ...] = ("xla",)
+) -> Plan:
+  """The plan for `form`, or for "auto" the fastest of all that the allowed implementations have."""
   rates = DEVICES.get(device, DEVICES["cpu"])
   planners = {"attention": _attention, "chunked": _chunked, "recurrent": _recurrent}
   wanted = list(planners) if form == "auto" else [form]
-  return min((planners[name](shape, chunk_size, rates) for name in wanted), key=lambda plan: plan.seconds)
+  plans = [planners[name](shape, chunk_size, rates) for name in wanted] if "xla" in implementations else []
+  if "pallas" in implementations and "attention" in wanted:
+    plans.append(_attention_kernels(shape, rates))
+  return min(plans, key=lambda plan: plan.seconds)
 
 
 def _plan(form: Form, sizes: tuple[int, int, int], flops: int, traffic: int, steps: int, device: Device) -> Plan:
@@ -107,6 +119,18 @@ def _attention(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
     more_flops, more_traffic, more_steps = _state(shape, length, tile)
     flops, traffic, steps = flops + more_flops, traffic + more_traffic, steps + more_steps
   return _plan("attention", (length, block, tile), flops, traffic, steps, device)
+
+
+def _attention_kernels(shape: Shape, device: Device) -> Plan:
+  length = _round_up(shape.time, FRAME)
+  tile, (flops, _, _) = _tile(shape, length), _scores(shape, length, TILE)
+  seconds = flops / _KERNEL_FLOPS + 30 * device.latency  # some thirty small programs surround the kernel
+  traffic = 2 * shape.batch * length * (shape.query_heads + shape.heads) * (shape.head_dim + shape.value_dim)
+  if shape.needs_state:
+    more_flops, more_traffic, steps = _state(shape, length, tile)
+    seconds += more_flops / device.flops + more_traffic / device.bandwidth + steps * device.latency
+    flops, traffic = flops + more_flops, traffic + more_traffic
+  return Plan("attention", length, TILE, tile, flops, traffic, seconds, "pallas")
 
 
 def _chunked(shape: Shape, chunk_size: int | None, device: Device) -> Plan:

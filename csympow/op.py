@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,11 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from csympow import cost, rotation, validation
+from csympow import cost, implementations, rotation, validation
 from csympow.checks import validated
+from csympow.cost import Implementation
 from csympow.features import feature_dim
-from csympow.forms import chunked, recurrent
+from csympow.forms import chunked, fused, recurrent
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.gates import effective_log_gate
@@ -21,7 +22,6 @@ from csympow.segments import find_runs
 from csympow.state import State
 
 type Form = Literal["auto", "attention", "chunked", "recurrent"]
-type Implementation = Literal["xla", "pallas"]
 type _Shaped = Array | jax.ShapeDtypeStruct
 
 
@@ -75,10 +75,9 @@ def attention(
   Returns:
     The outputs in q's dtype; 0, with zero gradient, where a row's weights sum to 0.
   """
-  del implementation  # validated; XLA is the only one yet
-  plan = _plan(q, k, v, power, form, chunk_size, needs_state=False)
-  settings = _settings(power, plan, q.dtype)
-  return _attend(q, k, v, log_gate, beta, rates, segment_ids, scale, None, plan.form, settings, False)[0]
+  plan = _plan(q, k, v, power, form, chunk_size, implementation, needs_state=False)
+  how = (plan.form, plan.implementation, _settings(power, plan, q.dtype))
+  return _attend(q, k, v, log_gate, beta, rates, segment_ids, scale, None, *how, False)[0]
 
 
 @validated(validation.check_sequence)
@@ -102,10 +101,9 @@ def prefill(
   A given state continues into the first run of segment ids; the state returned is the last run's. Calls joined by a
   state give what one call over all tokens gives, at any split, and gradients flow through the state.
   """
-  del implementation
-  plan = _plan(q, k, v, power, form, chunk_size, needs_state=True)
-  settings = _settings(power, plan, q.dtype)
-  y, new_state = _attend(q, k, v, log_gate, beta, rates, segment_ids, scale, state, plan.form, settings, True)
+  plan = _plan(q, k, v, power, form, chunk_size, implementation, needs_state=True)
+  how = (plan.form, plan.implementation, _settings(power, plan, q.dtype))
+  y, new_state = _attend(q, k, v, log_gate, beta, rates, segment_ids, scale, state, *how, True)
   assert new_state is not None
   return y, new_state
 
@@ -180,22 +178,22 @@ def explain(
   Arrays may be given as jax.ShapeDtypeStruct. `device` is "cpu", "gpu" or "tpu", or None for the one at hand. For a
   `prefill` from nothing, give it the state of `init_state`: making one counts.
   """
-  del log_gate, beta, rates, segment_ids, scale, implementation  # cost nothing that depends on the form
+  del log_gate, beta, rates, segment_ids, scale  # cost nothing that depends on the form
   device = device or cost.platform()
   shape = _shape(q, k, v, power, needs_state=state is not None)
-  plan = cost.choose(shape, form, chunk_size, device)
-  if form == "auto":
+  allowed = implementations.allowed(shape, q.dtype, form, implementation, device)
+  plan = cost.choose(shape, form, chunk_size, device, allowed)
+  if form == "auto" and "xla" in allowed:
     others = [cost.choose(shape, other, chunk_size, device) for other in validation.FORMS[1:] if other != plan.form]
     beaten = ", ".join(f"{other.form} {other.seconds * 1e3:.3g} ms" for other in others)
     reason = f"estimated forward time on {device}: {plan.form} {plan.seconds * 1e3:.3g} ms; {beaten}"
   else:
     reason = f"form={form!r} was asked for; estimated forward time on {device}: {plan.seconds * 1e3:.3g} ms"
   size = plan.block if plan.form == "attention" else plan.chunk
-  return Explanation(plan.form, "xla", size, shape.state_bytes, plan.flops, reason)
+  return Explanation(plan.form, plan.implementation, size, shape.state_bytes, plan.flops, reason)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Prepared:
+class _Prepared(NamedTuple):
   """Inputs of the forms: rotated, queries of unit length, resets and padding written into gates and zeros."""
 
   q: Float[Array, "B T H g d"]
@@ -204,6 +202,7 @@ class _Prepared:
   log_gate: Float[Array, "B T H"]
   memory: Memory | None
   phase: Float[Array, "B H r"]  # after the last token
+  twist: Float[Array, "B T H r"] | None  # see fused.attend
 
 
 def _prepare(
@@ -216,6 +215,7 @@ def _prepare(
   segment_ids: Array | None,
   scale: ArrayLike | None,
   state: State | None,
+  for_kernels: bool = False,
 ) -> _Prepared:
   (batch, time, query_heads, head_dim), heads = q.shape, k.shape[2]
   if rates is not None and beta is None:
@@ -231,22 +231,27 @@ def _prepare(
   q = q.astype(jnp.float32).reshape(batch, time, heads, query_heads // heads, head_dim)
   k = k.astype(jnp.float32)
 
-  phase = jnp.zeros_like(k[:, 0, :, : head_dim // 2]) if state is None else state.phase
+  phase, twist = jnp.zeros_like(k[:, 0, :, : head_dim // 2]) if state is None else state.phase, None
   if rates is not None:
     if valid is not None:
       beta = jnp.where(valid[..., None], beta, 0.0)
     initial = None if state is None else state.phase
     turns, carried = rotation.phases(beta, rates.astype(jnp.float32), starts=starts, initial=initial)
+    if for_kernels:
+      fixed = lax.stop_gradient(turns)
+      turns, twist = fixed, jnp.broadcast_to(turns - fixed, (batch, time, heads, head_dim // 2))
     q, k = rotation.rotate(q, turns[..., None, :]), rotation.rotate(k, turns)
     phase = carried + jnp.zeros_like(phase)
 
+  unit = (lambda q: q) if for_kernels and state is None else _unit  # kernels without a state scale queries themselves
   return _Prepared(
-    q=_unit(q) if scale is None else _unit(q) * jnp.where(scale == 0, 0.0, 1.0),  # the normalisation cancels all else
+    q=unit(q) if scale is None else unit(q) * jnp.where(scale == 0, 0.0, 1.0),  # the normalisation cancels all else
     k=k,
     v=v.astype(jnp.float32),
     log_gate=effective_log_gate(log_gate, valid, starts),
     memory=None if state is None else Memory(state.S.astype(jnp.float32), state.Z.astype(jnp.float32)[..., None]),
     phase=phase,
+    twist=twist,
   )
 
 
@@ -280,9 +285,19 @@ def _shape(q: _Shaped, k: _Shaped, v: _Shaped, power: int, *, needs_state: bool)
 
 
 def _plan(
-  q: Array, k: Array, v: Array, power: int, form: str, chunk_size: int | None, *, needs_state: bool
+  q: Array,
+  k: Array,
+  v: Array,
+  power: int,
+  form: str,
+  chunk_size: int | None,
+  implementation: Implementation | None,
+  *,
+  needs_state: bool,
 ) -> cost.Plan:
-  return cost.choose(_shape(q, k, v, power, needs_state=needs_state), form, chunk_size, cost.platform())
+  shape, device = _shape(q, k, v, power, needs_state=needs_state), cost.platform()
+  allowed = implementations.allowed(shape, q.dtype, form, implementation, device)
+  return cost.choose(shape, form, chunk_size, device, allowed)
 
 
 def _settings(power: int, plan: cost.Plan, dtype: DTypeLike) -> Settings:
@@ -296,7 +311,7 @@ def _settings(power: int, plan: cost.Plan, dtype: DTypeLike) -> Settings:
 
 
 # Compiled, so that calls outside of jit need not trace and compile their loops anew each time.
-@functools.partial(jax.jit, static_argnames=("form", "settings", "return_state"), inline=True)
+@functools.partial(jax.jit, static_argnames=("form", "implementation", "settings", "return_state"), inline=True)
 def _attend(
   q: Array,
   k: Array,
@@ -308,10 +323,14 @@ def _attend(
   scale: ArrayLike | None,
   state: State | None,
   form: cost.Form,
+  implementation: Implementation,
   settings: Settings,
   return_state: bool,
 ) -> tuple[Float[Array, "B T Hq dv"], State | None]:
-  x = _prepare(q, k, v, log_gate, beta, rates, segment_ids, scale, state)
+  # What the kernels save is small; what differentiating the preparation would save is not, and cheap to compute again.
+  kernels = implementation == "pallas"
+  prepare = jax.checkpoint(functools.partial(_prepare, for_kernels=True), prevent_cse=False) if kernels else _prepare
+  x = prepare(q, k, v, log_gate, beta, rates, segment_ids, scale, state)
   batch, time, query_heads, _ = q.shape
   padding = -time % settings.chunk
   queries, keys, values, gates = (
@@ -320,10 +339,26 @@ def _attend(
   memory: Memory | None
   if form == "recurrent":
     y, memory = recurrent.attend(queries, keys, values, gates, x.memory, settings.power, settings.chunk)
+  elif kernels:
+    queries, keys, values = _equally_wide(queries, keys, values)
+    twist = x.twist if x.twist is None else jnp.pad(x.twist, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    if twist is not None:
+      twist = jnp.pad(twist, ((0, 0),) * 3 + ((0, keys.shape[-1] // 2 - twist.shape[-1]),))
+    y, memory = fused.attend(queries, keys, values, gates, twist, x.memory, settings, q.dtype, return_state)
+    y = y[..., : v.shape[-1]]
   else:
     y, memory = chunked.attend(queries, keys, values, gates, x.memory, settings, return_state)
   y = y[:, :time].reshape(batch, time, query_heads, -1).astype(q.dtype)
   return y, _state(memory, x.phase, state) if return_state and memory is not None else None
+
+
+def _equally_wide(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+  """Fills up the narrower of keys and values with zeros where the other is wider than a kernel's pass."""
+  wide = max(k.shape[-1], v.shape[-1])
+  if wide <= 64:
+    return q, k, v
+  q, k, v = (jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, wide - x.shape[-1]),)) for x in (q, k, v))
+  return q, k, v
 
 
 def _state(memory: Memory, phase: Float[Array, "B H r"], given: State | None) -> State:

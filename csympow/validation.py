@@ -63,12 +63,8 @@ def check_chunk_size(chunk_size: Any) -> None:
 
 
 def check_implementation(implementation: Any) -> None:
-  """Obeyed or refused."""
+  """A known word; whether a call can have it is for `csympow.implementations` to say."""
   require_word("implementation", implementation, IMPLEMENTATIONS)
-  if implementation == "pallas":
-    raise NotImplementedError(
-      "implementation='pallas' has no kernel for this form yet; implementation='xla' or None runs everywhere"
-    )
 
 
 def _check_tensors(given: Mapping[str, Any], lead: tuple[str, ...]) -> None:

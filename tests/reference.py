@@ -110,18 +110,53 @@ def attention(q, k, v, **options):
   return prefill(q, k, v, **options)[0]
 
 
-def weights(q, k, *, power=2, log_gate=None, beta=None, rates=None):
-  """The same function the other way round: B_ij = b_ij (q'_i . k'_j)^p for j <= i, B H T T (Hq = H, finite gates)."""
+def runs_of(segment_ids, log_gate):
+  """(the token at which each token's run begins: B T, the number of resets up to each token: B T H) of concrete arrays.
+
+  A run of equal ids goes on over padding; padding neither turns nor resets.
+  """
+  B, T = segment_ids.shape
+  begins, resets = np.zeros((B, T), int), np.zeros(log_gate.shape, int)
+  for b in range(B):
+    run, begin, count = -1, 0, np.zeros(log_gate.shape[2], int)
+    for t in range(T):
+      if segment_ids[b, t] >= 0:
+        if run >= 0 and run != segment_ids[b, t]:
+          begin, count = t, count + 1
+        else:
+          count = count + (log_gate[b, t] <= RESET)
+        run = segment_ids[b, t]
+      begins[b, t], resets[b, t] = begin, count
+  return begins, resets
+
+
+def weights(q, k, *, power=2, log_gate=None, beta=None, rates=None, segment_ids=None, runs=None):
+  """The same function the other way round: B_ij = b_ij (q'_i . k'_j)^p for j <= i, B H T T (Hq = H).
+
+  `runs` is `runs_of` the arguments; None where there are neither segments nor resets.
+  """
   B, T, H, _ = q.shape
+  log_gate = jnp.zeros((B, T, H)) if log_gate is None else log_gate
+  segment_ids = np.zeros((B, T), int) if segment_ids is None else segment_ids
+  begins, resets = (np.zeros((B, T), int), np.zeros((B, T, H), int)) if runs is None else runs
+  valid = np.asarray(segment_ids) >= 0
   if rates is not None:
-    angles = jnp.cumsum(jnp.ones((B, T, H)) if beta is None else beta, axis=1)[..., None] * rates
+    total = jnp.cumsum(jnp.where(valid[..., None], jnp.ones((B, T, H)) if beta is None else beta, 0.0), axis=1)
+    before = jnp.concatenate([jnp.zeros((B, 1, H)), total[:, :-1]], axis=1)
+    angles = (total - jnp.take_along_axis(before, begins[..., None], axis=1))[..., None] * rates
     q, k = rotate(q, angles), rotate(k, angles)
-  G = jnp.zeros((B, H, T)) if log_gate is None else jnp.cumsum(jnp.moveaxis(log_gate, 1, 2), axis=-1)
-  causal = np.tri(T, dtype=bool)
-  b = jnp.exp(jnp.where(causal, G[..., :, None] - G[..., None, :], -jnp.inf))
+  kept = valid[..., None] & (np.diff(resets, axis=1, prepend=0) == 0)
+  G = jnp.moveaxis(jnp.cumsum(jnp.where(kept, log_gate, 0.0), axis=1), 1, 2)
+  resets = np.moveaxis(resets, 1, 2)
+  seen = np.tri(T, dtype=bool) & valid[:, None, :, None] & valid[:, None, None, :]
+  seen = seen & (resets[..., :, None] == resets[..., None, :])
+  b = jnp.exp(jnp.where(seen, G[..., :, None] - G[..., None, :], -jnp.inf))
   return b * jnp.einsum("bihd,bjhd->bhij", q, k) ** power
 
 
-def quadratic(q, k, v, **options):
-  B = weights(q, k, **options)
+def quadratic(q, k, v, *, log_gate=None, beta=None, runs=None, **options):
+  group = q.shape[2] // k.shape[2]
+  k, v, log_gate, beta = (a if a is None else jnp.repeat(a, group, axis=2) for a in (k, v, log_gate, beta))
+  runs = None if runs is None else (runs[0], np.repeat(runs[1], group, axis=2))
+  B = weights(q, k, log_gate=log_gate, beta=beta, runs=runs, **options)
   return divide(jnp.einsum("bhij,bjhe->bihe", B, v), jnp.moveaxis(B.sum(-1), 1, 2))

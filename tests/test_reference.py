@@ -47,3 +47,13 @@ def test_padding_is_stepped_over_and_runs_start_afresh():
   np.testing.assert_allclose(state.S, last.S, rtol=1e-12)
   np.testing.assert_allclose(state.phase, last.phase, rtol=1e-12)
   assert not y[:, [0, 3, 6]].any()
+
+
+def test_the_two_formulas_agree_on_segments_resets_and_groups():
+  case = comparing.Case(T=23, groups=2, gate="resets", segments="padded", entry="attention")
+  x, rest = comparing.inputs(case)
+  weights = comparing.cotangents(case)
+  recurrence = comparing.reference_results(x, rest, weights)
+  quadratic = comparing.quadratic_results(x, rest, weights)
+  for name in quadratic:
+    assert comparing.relative_rmse(quadratic[name], recurrence[name]) < 1e-10, name

@@ -19,11 +19,21 @@ from jaxtyping import Array, Float
 from csympow import gates
 from csympow.forms import attention
 from csympow.forms.memory import Memory, Written, discounted, empty, inner, read, read_backward, write, write_backward
-from csympow.forms.spans import Inputs, Settings, Sums, for_each, item, normalised, over_normaliser
+from csympow.forms.spans import (
+  Inputs,
+  Settings,
+  Sums,
+  for_each,
+  heads_first,
+  item,
+  normalised,
+  over_normaliser,
+  time_first,
+)
 from csympow.prefix import Total, prefix_sum
 
 
-class _Sequence(NamedTuple):
+class Sequence(NamedTuple):
   """All tokens, time first, as they come; chunks are turned to `Inputs` one at a time."""
 
   q: Float[Array, "B T H g d"]
@@ -35,7 +45,7 @@ class _Sequence(NamedTuple):
 class _Saved(NamedTuple):
   """What the backward pass needs."""
 
-  sequence: _Sequence
+  sequence: Sequence
   initial: Memory | None
   y: Float[Array, "B T H g dv"]
   denominator: Float[Array, "B T H g 1"]
@@ -71,19 +81,19 @@ def _forward(
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved | None]:
   # Without the barrier XLA computes the sums anew for every score that they discount.
-  sequence = _Sequence(q, k, v, lax.optimization_barrier(prefix_sum(log_gate)))
+  sequence = Sequence(q, k, v, lax.optimization_barrier(prefix_sum(log_gate)))
   if q.shape[1] == settings.chunk and memory is None and not return_memory:
-    sums = for_each(_time_first, attention.forward(_inputs(sequence), settings))
+    sums = for_each(time_first, attention.forward(inputs_of(sequence), settings))
     y = normalised(sums)
     return (y, None), _Saved(sequence, None, y, sums.denominator, None, None)
 
-  def advance(memory: Memory, x: tuple[_Sequence, Total]) -> tuple[Memory, tuple[Array, Array, Memory | None]]:
+  def advance(memory: Memory, x: tuple[Sequence, Total]) -> tuple[Memory, tuple[Array, Array, Memory | None]]:
     chunk, decay = _chunk(*x)
     inside = attention.forward(chunk, settings)
     carried = read(memory, chunk.q, settings)
     sums = for_each(lambda near, far: near + decay.since_start[:, :, None] * far, inside, carried)
     after = write(discounted(memory, decay.log_across), Written(chunk.k, chunk.v, decay.until_end), settings)
-    return after, (_time_first(normalised(sums)), _time_first(sums.denominator), memory if save else None)
+    return after, (time_first(normalised(sums)), time_first(sums.denominator), memory if save else None)
 
   chunks = _cut(sequence, settings.chunk)
   initial = empty(k, v, settings.power) if memory is None else memory
@@ -97,11 +107,11 @@ def _backward(
   settings: Settings, return_memory: bool, saved: _Saved, cotangents: tuple[Array, Memory | None]
 ) -> tuple[Array, Array, Array, Array, Memory | None]:
   dy, dfinal = cotangents
-  dsums = _normalised_backward(dy, saved.y, saved.denominator)
+  dsums = normalised_backward(dy, saved.y, saved.denominator)
   if saved.before is None:
-    inputs = _inputs(saved.sequence)
-    gradients = attention.backward(inputs, for_each(_heads_first, dsums), settings)
-    return *_finish(inputs, gradients, None, settings.power), None
+    inputs = inputs_of(saved.sequence)
+    gradients = attention.backward(inputs, for_each(heads_first, dsums), settings)
+    return *finish(inputs, gradients, None, settings.power), None
 
   if dfinal is None or saved.final is None:
     dfinal, pull = for_each(jnp.zeros_like, item(saved.before, 0)), jnp.zeros_like(saved.sequence.G.hi[:, 0])
@@ -109,17 +119,17 @@ def _backward(
     pull = inner(dfinal, saved.final)
 
   def retreat(
-    carry: tuple[Memory, Array], x: tuple[tuple[_Sequence, Total], Sums, Memory]
+    carry: tuple[Memory, Array], x: tuple[tuple[Sequence, Total], Sums, Memory]
   ) -> tuple[tuple[Memory, Array], tuple[Array, Array, Array, Array]]:
     dafter, pull = carry
-    (chunk, decay), dsum, before = _chunk(*x[0]), for_each(_heads_first, x[1]), x[2]
+    (chunk, decay), dsum, before = _chunk(*x[0]), for_each(heads_first, x[1]), x[2]
     gradients = attention.backward(chunk, dsum, settings)
     dk, dv = write_backward(dafter, Written(chunk.k, chunk.v, decay.until_end), settings)
     dsum = for_each(lambda x: x * decay.since_start[:, :, None], dsum)
     dbefore = discounted(dafter, decay.log_across)
     dbefore, dq = read_backward(before, chunk.q, dsum, dbefore, settings)
     gradients = gradients._replace(q_far=gradients.q_far + dq, k_far=gradients.k_far + dk, v=gradients.v + dv)
-    return (dbefore, inner(dbefore, before)), _finish(chunk, gradients, pull, settings.power)
+    return (dbefore, inner(dbefore, before)), finish(chunk, gradients, pull, settings.power)
 
   chunks, dsums = _cut((saved.sequence, dsums), settings.chunk)
   spans = ((chunks, _total_before(chunks.G)), dsums, saved.before)
@@ -130,7 +140,7 @@ def _backward(
 attend.defvjp(_forward, _backward)
 
 
-def _finish(
+def finish(
   x: Inputs, gradients: attention.Gradients, pull: Float[Array, "B H"] | None, power: int
 ) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"], Float[Array, "B T H dv"], Float[Array, "B T H"]]:
   """Puts the parts of the gradients together, time first, and finds the gates'.
@@ -144,27 +154,29 @@ def _finish(
   dG = gradients.G_near[..., 0] + (by_query - by_key) / power
   dlog_gate = prefix_sum(jnp.swapaxes(dG, 1, 2), reverse=True).hi
   return (
-    _time_first(gradients.q_near + gradients.q_far),
-    _time_first(gradients.k_near + gradients.k_far),
-    _time_first(gradients.v),
+    time_first(gradients.q_near + gradients.q_far),
+    time_first(gradients.k_near + gradients.k_far),
+    time_first(gradients.v),
     dlog_gate if pull is None else dlog_gate + pull[:, None],
   )
 
 
-def _normalised_backward(
+def normalised_backward(
   dy: Float[Array, "B T H g dv"], y: Float[Array, "B T H g dv"], denominator: Float[Array, "B T H g 1"]
 ) -> Sums:
+  """The cotangents of a row's sums, from that of their quotient y."""
   dnumerator = over_normaliser(dy, denominator)
   return Sums(dnumerator, -jnp.sum(dnumerator * y, axis=-1, keepdims=True))
 
 
-def _inputs(x: _Sequence) -> Inputs:
-  G = Total(*(_heads_first(total[..., None]) for total in x.G))
-  return Inputs(_heads_first(x.q), _heads_first(x.k), _heads_first(x.v), G)
+def inputs_of(x: Sequence) -> Inputs:
+  """The whole sequence as one span."""
+  G = Total(*(heads_first(total[..., None]) for total in x.G))
+  return Inputs(heads_first(x.q), heads_first(x.k), heads_first(x.v), G)
 
 
-def _chunk(x: _Sequence, before: Total) -> tuple[Inputs, gates.Decay]:
-  chunk = _inputs(x)
+def _chunk(x: Sequence, before: Total) -> tuple[Inputs, gates.Decay]:
+  chunk = inputs_of(x)
   return chunk, gates.decay(chunk.G, before)
 
 
@@ -172,14 +184,6 @@ def _total_before(G: Total) -> Total:
   """The running total of the log gates before each chunk, n B H 1 1."""
   before = (jnp.concatenate([jnp.zeros_like(x[:1, :, -1]), x[:-1, :, -1]]) for x in G)
   return Total(*(x[..., None, None] for x in before))
-
-
-def _heads_first(x: Float[Array, "B T H *g d"]) -> Float[Array, "B H *g T d"]:
-  return jnp.moveaxis(x, 1, -2)
-
-
-def _time_first(x: Float[Array, "B H *g T d"]) -> Float[Array, "B T H *g d"]:
-  return jnp.moveaxis(x, -2, 1)
 
 
 def _cut(tree: Any, size: int) -> Any:

@@ -32,6 +32,8 @@ class Settings(NamedTuple):
   block: int  # tokens in a block of scores
   tile: int  # tokens whose features are expanded at once
   precision: str | None  # of matrix products, as jax.lax.Precision names it; None for the caller's default
+  ordered: bool = True  # whether kernels add in a fixed order, so that results are the same to the bit
+  interpret: Any = None  # how to run kernels where there is no chip for them, as Pallas takes it
 
 
 class Sums(NamedTuple):
@@ -44,6 +46,16 @@ class Sums(NamedTuple):
 def for_each(function: Callable[..., Array], *trees: Any) -> Any:
   """jax.tree.map, typed as what it is."""
   return jax.tree.map(function, *trees)
+
+
+def heads_first(x: Float[Array, "B T H *g d"]) -> Float[Array, "B H *g T d"]:
+  """From the op's layout to that of a span."""
+  return jnp.moveaxis(x, 1, -2)
+
+
+def time_first(x: Float[Array, "B H *g T d"]) -> Float[Array, "B T H *g d"]:
+  """The inverse of `heads_first`."""
+  return jnp.moveaxis(x, -2, 1)
 
 
 def split(tree: Any, size: int) -> Any:

@@ -1,0 +1,147 @@
+"""Times power attention on a GPU beside cuDNN's softmax attention in the same process.
+
+    python benchmarks/attention.py                                      # the table of docs/kernels.md, on one H200
+    python benchmarks/attention.py --lengths=4096 --powers=2 --rotated  # one line of it, with rotations
+
+65,536 tokens at every length, 12 heads, bf16, gated (a logit offset of 6.9; `--offset` for another). The time
+is that of the whole call, preparation included: the median over groups of launches. Each line gives both times of
+both, cuDNN's over ours (above 1 is faster than cuDNN), and the products' rate as a share of what an 8192 x 8192 x 8192
+product of bf16 matrices reaches. A form is compared with XLA's in float32 at a short length before it is timed.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import csympow
+
+LINE = "{:>9} {:>3} {:>4} {:>18} {:>18} {:>13} {:>22}"
+
+
+def inputs(batch: int, length: int, heads: int, dim: int, offset: float, spread: float):
+  """Queries, keys, values, log gates, betas and the cotangent of the output."""
+  keys = jax.random.split(jax.random.key(0), 6)
+  q, k, v, dy = (jax.random.normal(key, (batch, length, heads, dim), jnp.bfloat16) for key in keys[:4])
+  logits = offset + spread * jax.random.normal(keys[4], (batch, length, heads))
+  beta = 1 + jnp.tanh(jax.random.normal(keys[5], (batch, length, heads)))
+  return q, k, v, jax.nn.log_sigmoid(logits), beta, dy
+
+
+def power_attention(power: int, form: str, rotated: bool, implementation: str | None):
+  def call(q, k, v, log_gate, beta):
+    turning = {"beta": beta, "rates": csympow.rotary_rates(q.shape[-1], 65_536)} if rotated else {}
+    return csympow.attention(q, k, v, power, log_gate, **turning, form=form, implementation=implementation)
+
+  return call
+
+
+def softmax_attention(q, k, v, log_gate, beta):
+  del log_gate, beta
+  return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def with_backward(function):
+  def call(*arrays):
+    y, transpose = jax.vjp(function, *arrays[:-1])
+    return y, transpose(arrays[-1])
+
+  return call
+
+
+def milliseconds(function, *arrays, groups: int) -> float:
+  """The median over groups of launches, each of at least 20 ms, of a launch's time."""
+  compiled = jax.jit(function).lower(*arrays).compile()
+
+  def run(times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+      out = compiled(*arrays)
+    jax.block_until_ready(out)
+    return 1e3 * (time.perf_counter() - start) / times
+
+  run(1)
+  times = max(1, round(20 / run(2)))
+  return float(np.median([run(times) for _ in range(groups)]))
+
+
+def check(power: int, form: str, dim: int, rotated: bool, implementation: str | None) -> float:
+  """The largest relative error of y and of all gradients against XLA's attention form in float32."""
+  arrays = inputs(2, 700, 2, dim, 4.0, 1.0)
+  found = jax.jit(with_backward(power_attention(power, form, rotated, implementation)))(*arrays)
+  with jax.default_matmul_precision("highest"):
+    exact = power_attention(power, "attention", rotated, "xla")
+    expected = jax.jit(with_backward(exact))(*(x.astype(jnp.float32) for x in arrays))
+
+  def error(a, b) -> float:
+    return float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30))
+
+  return max(jax.tree.leaves(jax.tree.map(error, found, expected)))
+
+
+def ceiling(groups: int) -> float:
+  """FLOP/s of a large product."""
+  a, b = jax.random.normal(jax.random.key(1), (2, 8192, 8192), jnp.bfloat16)
+  return 2 * 8192**3 / milliseconds(jnp.matmul, a, b, groups=groups) * 1e3
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--lengths", default="1024,4096,16384,65536")
+  parser.add_argument("--powers", default="2,4")
+  parser.add_argument("--dims", default="64", help="head dims d = dv")
+  parser.add_argument("--tokens", type=int, default=65_536, help="tokens in the batch at every length")
+  parser.add_argument("--heads", type=int, default=12)
+  parser.add_argument("--form", default="attention")
+  parser.add_argument("--implementation", default="pallas", choices=["pallas", "xla", "none"])
+  parser.add_argument("--rotated", action="store_true")
+  parser.add_argument("--offset", type=float, default=6.9, help="the mean logit of the gates")
+  parser.add_argument("--spread", type=float, default=1.0, help="the deviation of the logits")
+  parser.add_argument("--groups", type=int, default=5)
+  parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the table")
+  args = parser.parse_args()
+  implementation = None if args.implementation == "none" else args.implementation
+  lengths, powers, dims = ([int(x) for x in text.split(",")] for text in (args.lengths, args.powers, args.dims))
+  device = jax.devices()[0]
+  if device.platform != "gpu":
+    parser.error(f"needs an NVIDIA GPU, for cuDNN is what it compares with; this is a {device.platform}")
+  peak = ceiling(args.groups)
+  print(f"{device.device_kind}, jax {jax.__version__}; a large product: {peak / 1e12:.0f} TFLOP/s")
+  for power in powers:
+    for dim in dims:
+      error = check(power, args.form, dim, args.rotated, implementation)
+      print(f"p={power} d={dim}: relative error {error:.1e}")
+      if not error < 5e-3:
+        raise SystemExit("that is wrong; nothing was timed")
+  print(LINE.format("T", "p", "d", "cuDNN ms f / f+b", "ours ms f / f+b", "ratio f / f+b", "of the ceiling f / f+b"))
+  rows = []
+  for length in lengths:
+    for dim in dims:
+      arrays = inputs(max(1, args.tokens // length), length, args.heads, dim, args.offset, args.spread)
+      timed = functools.partial(milliseconds, groups=args.groups)
+      softmax = [timed(softmax_attention, *arrays[:-1]), timed(with_backward(softmax_attention), *arrays)]
+      for power in powers:
+        ours = power_attention(power, args.form, args.rotated, implementation)
+        times = [timed(ours, *arrays[:-1]), timed(with_backward(ours), *arrays)]
+        product = 2 * arrays[0].size * length / 2 * 1e3 / peak  # one of the two products of the forward pass
+        shares = [2 * product / times[0], 7 * product / times[1]]
+        ratios = [a / b for a, b in zip(softmax, times, strict=True)]
+        cells = (
+          f"{a:{f}} / {b:{f}}" for (a, b), f in ((softmax, ".3f"), (times, ".3f"), (ratios, ".2f"), (shares, ".0%"))
+        )
+        print(LINE.format(f"{length:,}", power, dim, *cells), flush=True)
+        row = {"T": length, "power": power, "dim": dim, "cudnn_ms": softmax, "ms": times, "share_of_ceiling": shares}
+        rows.append(row)
+  if args.out:
+    args.out.write_text(
+      json.dumps({"device": device.device_kind, "jax": jax.__version__, **vars(args), "rows": rows}, default=str)
+    )
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,389 @@
+"""The attention form's backward pass on Hopper: one kernel, five products a block, scores computed again.
+
+    P_ij  = B_ij / normaliser_i                     dV_j = sum_i P_ij dy_i
+    dS_ij = P_ij / s_ij (dy_i . v_j - delta_i)      dK_j = p sum_i dS_ij q_i      dQ_i = p sum_j dS_ij k_j
+
+A block of the grid owns 128 keys and walks the queries after them. Scores are held transposed, keys down and queries
+across, so that P and dS are left operands straight from registers. dQ alone sums over keys, hence over blocks of the
+grid: a warpgroup of its own multiplies, and adds to memory. If `ordered`, blocks of the grid take turns, and results
+are the same to the bit on every run; the order is that in which they reach the queries anyway, nearest keys first, and
+the grid starts them in that order.
+
+    warpgroups 0, 1   64 keys each: scores, dP, dV, dK
+    warpgroup 2       dQ
+    warpgroup 3       loads
+
+Products with dS have bfloat16 operands, for gradients span many powers of ten. The gradients of gates and rotations are
+what is left of dS_ij s_ij, and of dS_ij times the angle between q_i and k_j, when pairs cancel: so dQ and dK come from
+the same rounded dS, q and k, and whoever needs those gradients must take them with q and k rounded to bfloat16.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, BFloat16, Float, Float16, Int
+
+from kernels_pallas.gpu.attention_forward import Keys
+from kernels_pallas.gpu.tiles import (
+  FRAME,
+  LOG2E,
+  ROWS,
+  TILE,
+  WGMMA,
+  across,
+  down,
+  index,
+  shared,
+  slope,
+  varying_as,
+  wait_if,
+)
+
+_UNITS = TILE // ROWS  # queries are loaded by units of 64
+_DQ_BUFFERS = _UNITS
+
+
+class Rows(NamedTuple):
+  """What the queries bring to the backward pass."""
+
+  q: Float16[Array, "B T Hq d"]
+  rounded: BFloat16[Array, "B T Hq d"]  # the same queries, as the products with dS take them
+  dy: BFloat16[Array, "B T Hq dv"]
+  inverse: Float[Array, "B Hq T"]  # 1 / normaliser
+  discounted: Float[Array, "B Hq T"]  # the same, times the discount since the frame began
+  delta: Float[Array, "B Hq T"]  # dy . y
+
+
+class Ends(NamedTuple):
+  """Frames as the backward pass sees them."""
+
+  fold: Float[Array, "B H T"]  # what keys were multiplied by to be folded
+  total: Float[Array, "2 B H frames"]  # of the log gates at each frame's end, high and low
+  last: Int[Array, "B H frames"]  # the latest frame whose queries still see a frame's keys
+
+
+class Gradients(NamedTuple):
+  """Cotangents, but for the factor p of dq and dk."""
+
+  q: Float[Array, "B T Hq d"]
+  k: Float[Array, "B T H d"]  # of the plain keys
+  v: BFloat16[Array, "B T H dv"]
+
+
+def backward(
+  rows: Rows,
+  keys: Keys,
+  ends: Ends,
+  v: BFloat16[Array, "B T H dv"],
+  *,
+  power: int,
+  ordered: bool = True,
+  interpret: Any = None,
+) -> Gradients:
+  """The cotangents of q, of the plain keys, and of v."""
+  width = max(rows.q.shape[-1], v.shape[-1])
+  parts = [_backward(rows, keys, ends, v, n, power, ordered, interpret) for n in range(-(-width // 64))]
+  if len(parts) == 1:
+    return parts[0]
+  return Gradients(*(jnp.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
+
+
+def _backward(
+  rows: Rows,
+  keys: Keys,
+  ends: Ends,
+  v: BFloat16[Array, "B T H dv"],
+  part: int,
+  power: int,
+  ordered: bool,
+  interpret: Any,
+) -> Gradients:
+  """The gradients of 64 coordinates of q, k and v; wider heads take several such passes."""
+  ordered = ordered and interpret is None
+  batch, time, query_heads, head_dim = rows.q.shape
+  heads, value_dim = v.shape[2:]
+  group, tiles = query_heads // heads, time // TILE
+  k_wide, v_wide = min(head_dim, 64), min(value_dim, 64)
+  wide = head_dim + value_dim > 128
+  slots, copies = (2, 1) if wide else (4, 2)  # of queries; of dS and dQ
+  ours = pl.ds(part * 64, k_wide), pl.ds(part * 64, v_wide)
+
+  def kernel(
+    q_ref, rounded_ref, dy_ref, inverse_ref, discounted_ref, delta_ref,
+    folded_ref, k_ref, gate_ref, pull_ref, fold_ref, total_ref, last_ref, v_ref,
+    *more,
+  ):  # fmt: skip
+    dq_ref, dk_ref, dv_ref, *scratch = more
+    k_smem, rounded_k_smem, v_smem, q_smem, rounded_q_smem, dy_smem, discounted_smem, delta_smem, *scratch = scratch
+    (ds_smem, dk_smem, dv_smem), dq_smem, *barriers = scratch
+    k_filled, k_freed, q_filled, q_freed, ds_filled, ds_freed, dk_left, *staging = barriers
+    item, thread = lax.axis_index("block"), lax.axis_index("thread")
+    n = tiles - 1 - lax.div(item, jnp.int32(batch * heads))
+    b = lax.div(lax.rem(item, jnp.int32(batch * heads)), jnp.int32(heads))
+    kv = lax.rem(item, jnp.int32(heads))
+    frame = lax.div(n * TILE, jnp.int32(FRAME))
+    in_frame = FRAME // TILE
+    near_end = (frame + 1) * in_frame  # tiles of queries: n .. near_end in the frame, then up to far_end
+    far_end = jnp.minimum(tiles, (last_ref[b, kv, frame] + 1) * in_frame)
+    near, far = group * (near_end - n), group * (far_end - near_end)  # over all heads of the group
+    turns: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, query_heads, tiles))) if ordered else None
+
+    def for_each_tile(first, start, stop, visit):
+      """Calls visit(number of the tile, query head, tile of queries) for each head and each tile from start to stop."""
+      count = stop - start
+
+      def step(u, none):
+        visit(first + u, kv * group + lax.div(u, count), start + lax.rem(u, count))
+        return none
+
+      lax.fori_loop(0, group * count, step, None)
+
+    def near_tiles(visit):
+      for_each_tile(0, n, near_end, visit)
+
+    def far_tiles(visit):
+      for_each_tile(near, near_end, far_end, visit)
+
+    @pl.when(thread < 2)
+    def compute():
+      plgpu.set_max_registers(208, action="increase")
+      token = n * TILE + thread * ROWS
+
+      def multiply(sums, left, right):
+        if staging:  # the interpreter's wgmma takes no operand from registers
+          staging[0][thread] = left
+          plgpu.commit_smem()
+          plgpu.wgmma(sums, staging[0].at[thread], right)
+          plgpu.wgmma_wait(0)
+        else:
+          plgpu.wgmma(sums, left, right)
+
+      def visit(weigh, dk, dv):
+        def visit_tile(number, head, m):
+          for unit in range(_UNITS):
+            visited = number * _UNITS + unit
+            slot, copy = lax.rem(visited, jnp.int32(slots)), lax.rem(visited, jnp.int32(copies))
+            plgpu.barrier_wait(q_filled.at[slot])
+
+            def products(s, dp, slot=slot):
+              plgpu.wgmma(s, k_smem.at[thread], q_smem.at[slot].transpose((1, 0)))
+              plgpu.wgmma(dp, v_smem.at[thread], dy_smem.at[slot].transpose((1, 0)))
+              return s[...], dp[...]
+
+            square = plgpu.ACC((ROWS, ROWS), jnp.float32)
+            s, dp = pl.run_scoped(products, square, square)
+            delta = across(plgpu.load(delta_smem.at[slot], layout=WGMMA.reduce(0)), s.shape)
+            scale, fold = weigh(slot, head, m, m * TILE + unit * ROWS, s.shape)
+            slopes = slope(s, scale, power)
+            multiply(dv, (slopes * s).astype(v.dtype), dy_smem.at[slot, :, ours[1]])
+            ds = slopes * (dp - delta)
+            ds = (ds if fold is None else ds * fold).astype(v.dtype)
+            wait_if(visited >= copies, ds_freed.at[copy])
+            ds_smem[copy, thread] = ds
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ds_filled.at[copy])
+            multiply(dk, ds, rounded_q_smem.at[slot])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(q_freed.at[slot])
+
+        return visit_tile
+
+      here = pl.ds(token, ROWS)
+      plgpu.barrier_wait(k_filled)
+      mine = plgpu.load(k_smem.at[thread, :, ours[0]], layout=WGMMA, optimized=False)
+      rounded_k_smem[thread] = mine.astype(v.dtype)
+      plgpu.commit_smem()
+      pull = plgpu.load(pull_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
+      fold = plgpu.load(fold_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
+      end = [total_ref[half, b, kv, frame] for half in range(2)]
+
+      def near_weigh(slot, head, m, start, shape):
+        at = pl.ds(start, ROWS)
+        gate = plgpu.load(gate_ref.at[b, kv, at], layout=WGMMA.reduce(0), optimized=False)
+        inverse = plgpu.load(inverse_ref.at[b, head, at], layout=WGMMA.reduce(0), optimized=False)
+        seen = index(shape, 0, token) <= index(shape, 1, start)
+        exponent = jnp.where(seen, across(gate, shape) - down(pull, shape), -jnp.inf)
+        return jnp.exp2(exponent) * across(inverse, shape), None
+
+      def far_weigh(slot, head, m, start, shape):
+        before = [total_ref[half, b, kv, lax.div(m, jnp.int32(in_frame)) - 1] for half in range(2)]
+        discount = jnp.exp2(((before[0] - end[0]) + (before[1] - end[1])) * LOG2E)
+        scale = plgpu.load(discounted_smem.at[slot], layout=WGMMA.reduce(0)) * discount
+        return across(scale, shape), down(fold, shape)
+
+      def gradients(dk, dv):
+        near_tiles(visit(near_weigh, dk, dv))
+        plgpu.barrier_arrive(k_freed)
+        plgpu.barrier_wait(k_filled)
+        far_tiles(visit(far_weigh, dk, dv))
+        return dk[...], dv[...]
+
+      accumulators = plgpu.ACC((ROWS, k_wide), jnp.float32), plgpu.ACC((ROWS, v_wide), jnp.float32)
+      dk, dv = pl.run_scoped(gradients, *accumulators)
+      for copy in range(copies):  # dQ is done with what dk and dv are about to overwrite
+        plgpu.barrier_wait(ds_freed.at[lax.rem((near + far) * _UNITS + copy, jnp.int32(copies))])
+      dk_smem[thread] = dk
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(dk_smem.at[thread], dk_ref.at[b, here, kv])
+      plgpu.wait_smem_to_gmem(0)
+      plgpu.barrier_arrive(dk_left)
+      plgpu.barrier_wait(dk_left)
+      dv_smem[thread] = dv.astype(v.dtype)
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(dv_smem.at[thread], dv_ref.at[b, here, kv])
+      plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(thread == 2)
+    def add_dq():
+      plgpu.set_max_registers(64, action="decrease")
+
+      def pass_on(head, m):
+        plgpu.semaphore_signal(turns.at[b, head, m], 1, memory_scope="gpu")
+
+      def visit(number, head, m):
+        for unit in range(_UNITS):
+          visited = number * _UNITS + unit
+          copy = lax.rem(visited, jnp.int32(copies))
+          plgpu.barrier_wait(ds_filled.at[copy])
+
+          def product(dq, copy=copy):
+            for half in range(2):
+              plgpu.wgmma(dq, ds_smem.at[copy, half].transpose((1, 0)), rounded_k_smem.at[half])
+            return dq[...]
+
+          dq = pl.run_scoped(product, plgpu.ACC((ROWS, k_wide), jnp.float32))
+          plgpu.barrier_arrive(ds_freed.at[copy])
+          plgpu.wait_smem_to_gmem(_DQ_BUFFERS - 1, wait_read_only=True)
+          dq_smem[unit] = dq
+          plgpu.commit_smem()
+          at = pl.ds(m * TILE + unit * ROWS, ROWS)
+          if interpret is not None:
+            plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[n, b, at, head])
+          elif not ordered:
+            plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[0, b, at, head], reduction_op="add")
+          else:
+            if unit == 0:
+              plgpu.semaphore_wait(turns.at[b, head, m], m - n, decrement=False, memory_scope="gpu")
+
+            @pl.when(m == n)
+            def first(at=at, unit=unit):
+              plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[b, at, head])
+
+            @pl.when(m > n)
+            def later(at=at, unit=unit):
+              plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[b, at, head], reduction_op="add")
+
+      def visit_in_turn(start, stop):
+        """The turn for a tile is passed on while the next tile is on its way, when its own copies are complete."""
+
+        def visit_tile(number, head, m):
+          visit(number, head, m)
+
+          @pl.when(m > start)
+          def _():
+            plgpu.wait_smem_to_gmem(_UNITS)
+            pass_on(head, m - 1)
+
+          @pl.when(m == stop - 1)
+          def _():
+            plgpu.wait_smem_to_gmem(0)
+            pass_on(head, m)
+
+        return visit_tile
+
+      near_tiles(visit_in_turn(n, near_end) if ordered else visit)
+      far_tiles(visit_in_turn(near_end, far_end) if ordered else visit)
+      plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(thread == 3)
+    def load():
+      plgpu.set_max_registers(32, action="decrease")
+
+      def load_keys(keys_ref):
+        for half in range(2):
+          at = pl.ds(n * TILE + half * ROWS, ROWS)
+          plgpu.copy_gmem_to_smem(keys_ref.at[b, at, kv], k_smem.at[half], k_filled)
+          plgpu.copy_gmem_to_smem(v_ref.at[b, at, kv], v_smem.at[half], k_filled)
+
+      def visit(number, head, m):
+        for unit in range(_UNITS):
+          visited = number * _UNITS + unit
+          slot, at = lax.rem(visited, jnp.int32(slots)), pl.ds(m * TILE + unit * ROWS, ROWS)
+          wait_if(visited >= slots, q_freed.at[slot])
+          for source, target in (
+            (q_ref.at[b, at, head], q_smem),
+            (rounded_ref.at[b, at, head, ours[0]], rounded_q_smem),
+            (dy_ref.at[b, at, head], dy_smem),
+            (discounted_ref.at[b, head, at], discounted_smem),
+            (delta_ref.at[b, head, at], delta_smem),
+          ):
+            plgpu.copy_gmem_to_smem(source, target.at[slot], q_filled.at[slot])
+
+      load_keys(k_ref)
+      near_tiles(visit)
+      plgpu.barrier_wait(k_freed)
+      load_keys(folded_ref)
+      far_tiles(visit)
+
+      def settle(visited, none):  # leave no arrival unseen
+        plgpu.barrier_wait(q_freed.at[lax.rem(visited, jnp.int32(slots))])
+        return none
+
+      visits = (near + far) * _UNITS
+      lax.fori_loop(jnp.maximum(visits - slots, 0), visits, settle, None)
+
+  f32, half = jnp.float32, v.dtype
+  # The interpreter takes memory that is used twice for one thing, and would see races in it.
+  one_after_another = plgpu.RefUnion if interpret is None else lambda *refs: refs
+  scratch = [
+    shared((2, ROWS, head_dim), rows.q.dtype),
+    shared((2, ROWS, k_wide), half),
+    shared((2, ROWS, value_dim), half),
+    shared((slots, ROWS, head_dim), rows.q.dtype),
+    shared((slots, ROWS, k_wide), half),
+    shared((slots, ROWS, value_dim), half),
+    plgpu.SMEM((slots, ROWS), f32),
+    plgpu.SMEM((slots, ROWS), f32),
+    one_after_another(
+      shared((copies, 2, ROWS, ROWS), half, k_wide), shared((2, ROWS, k_wide), f32), shared((2, ROWS, v_wide), half)
+    ),
+    shared((_DQ_BUFFERS, ROWS, k_wide), f32),
+    plgpu.Barrier(num_arrivals=4),
+    plgpu.Barrier(num_arrivals=2),
+    plgpu.Barrier(num_arrivals=5, num_barriers=slots),
+    plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+    plgpu.Barrier(num_arrivals=2, num_barriers=copies),
+    plgpu.Barrier(num_arrivals=1, num_barriers=copies),
+    plgpu.Barrier(num_arrivals=2),
+  ]
+  if interpret is not None:
+    scratch.append(shared((2, ROWS, ROWS), half))
+  dq_shape = (batch, time, query_heads, k_wide)
+  outputs = [
+    jax.ShapeDtypeStruct(dq_shape, f32),
+    jax.ShapeDtypeStruct((batch, time, heads, k_wide), f32),
+    jax.ShapeDtypeStruct((batch, time, heads, v_wide), half),
+  ]
+  operands = (*rows, *keys[:4], *ends, v)
+  # Not in order, dq is added to zeros; and the interpreter cannot add to memory: each tile of keys leaves its own dq.
+  sums = None
+  if not ordered:
+    sums = jax.new_ref(jnp.zeros((1 if interpret is None else tiles, *dq_shape), f32))
+  results = plgpu.kernel(
+    kernel,
+    out_type=outputs if sums is None else outputs[1:],
+    scratch_types=scratch,
+    grid=(tiles * batch * heads,),
+    grid_names=("block",),
+    num_threads=4,
+    thread_name="thread",
+    compiler_params=plgpu.CompilerParams(approx_math=True),
+    interpret=interpret,
+    kernel_name="attention_backward",
+  )(*operands, *(() if sums is None else (sums,)))
+  results = (*(() if sums is None else (jax.freeze(sums).sum(0),)), *results)
+  return Gradients(*varying_as(v, results))

@@ -1,0 +1,87 @@
+"""What the Hopper kernels share: tile sizes, shared memory laid out for wgmma, and a few idioms.
+
+Every kernel has warpgroups that compute and one that loads. The loader fills a ring of slots by TMA; `filled` barriers
+tell that a slot's copies have arrived, `freed` barriers that all its readers are done.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+ROWS = 64  # a warpgroup's rows of a tile: the M of wgmma
+TILE = 2 * ROWS  # tokens of two warpgroups
+FRAME = 256  # tokens whose keys are discounted to a common end; time is padded to whole frames
+MULTIPROCESSORS = 132  # of an H100 or H200
+WGMMA = plgpu.Layout.WGMMA
+LOG2E = 1.4426950408889634
+SMALLEST = 1e-30  # a normaliser at or below this counts as 0
+
+
+def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> Any:
+  """Shared memory for matrices that wgmma and TMA both read: rows in tiles of 8, swizzled.
+
+  `columns` are those of a tile; two operands of one product need the same.
+  """
+  size = jnp.dtype(dtype).itemsize
+  columns = columns or min(shape[-1], 128 // size)
+  transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * size))
+  return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def varying_as(like: Array, tree: Any) -> Any:
+  """Marks a kernel's results as varying over the axes of shard_map that `like` varies over."""
+  axes = jax.typeof(like).manual_axis_type.varying
+
+  def mark(x: Array) -> Array:
+    missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(mark, tree)
+
+
+def across(x: Float[Array, "columns"], shape: tuple[int, int]) -> Float[Array, "rows columns"]:
+  """A vector over columns, repeated for every row."""
+  return lax.broadcast_in_dim(x, shape, [1])
+
+
+def down(x: Float[Array, "rows"], shape: tuple[int, int]) -> Float[Array, "rows columns"]:
+  """A vector over rows, repeated for every column."""
+  return lax.broadcast_in_dim(x, shape, [0])
+
+
+def index(shape: tuple[int, int], axis: int, start: Int[Array, ""]) -> Int[Array, "rows columns"]:
+  """The token of each row or column of a tile that starts at `start`."""
+  return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + start
+
+
+def even_power(s: Float[Array, "rows columns"], power: int) -> Float[Array, "rows columns"]:
+  """S ** power by multiplications."""
+  square = s * s
+  result = square
+  for _ in range(power // 2 - 1):
+    result = result * square
+  return result
+
+
+def slope(
+  s: Float[Array, "rows columns"], scale: Float[Array, "rows columns"], power: int
+) -> Float[Array, "rows columns"]:
+  """Scale * s ** (power - 1)."""
+  result = scale * s
+  for _ in range(power // 2 - 1):
+    result = result * (s * s)
+  return result
+
+
+def wait_if(condition: Bool[Array, ""], barrier: Any) -> None:
+  """Waits for a barrier that a ring's first round does not have."""
+
+  @pl.when(condition)
+  def _() -> None:
+    plgpu.barrier_wait(barrier)

@@ -1,0 +1,145 @@
+"""The Pallas kernels: right on the chip, right and without races in the interpreter, and lowered for every shape."""
+
+import functools
+import itertools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+import csympow
+from csympow import op
+from csympow.forms.spans import Settings
+from kernels_pallas.gpu.tiles import FRAME, TILE
+from tests import comparing
+from tests.comparing import Case, assert_results_close, cotangents, inputs
+
+gpu = pytest.mark.gpu
+# The kernels take values and cotangents as bfloat16.
+TOLERANCE = {"bfloat16": 5e-3, "float16": 7e-3}
+
+# Every pair of levels: sizes, lengths around tiles and frames, and all that the op takes.
+CASES = comparing.covering(
+  sizes=[{"d": d, "dv": dv} for d, dv in [(64, 64), (32, 32), (128, 128), (32, 64), (64, 128), (128, 32)]],
+  length=[{"T": T} for T in (1, 63, 128, 129, 256, 257, 500, 700)],
+  power=[{"power": 2}, {"power": 4}, {"power": 6}],
+  gate=[{"gate": "none"}, {"gate": "learned"}, {"gate": "resets"}],
+  rotation=[{"rotation": "none"}, {"rotation": "fixed"}, {"rotation": "learned"}],
+  segments=[{"segments": "none"}, {"segments": "packed"}, {"segments": "padded"}],
+  heads=[{"B": 2, "H": 1}, {"B": 1, "H": 2, "groups": 3}],
+  dtype=[{"dtype": "bfloat16", "entry": "attention"}, {"dtype": "float16", "entry": "attention"}],
+)
+WITH_STATE = comparing.covering(
+  sizes=[{"d": 64, "dv": 64}, {"d": 32, "dv": 64}, {"d": 64, "dv": 32}],
+  length=[{"T": T} for T in (1, 130, 300)],
+  gate=[{"gate": "learned"}, {"gate": "resets"}],
+  segments=[{"segments": "none"}, {"segments": "padded"}],
+  heads=[{"groups": 1}, {"groups": 2}],
+  entry=[{"dtype": "bfloat16", "entry": "prefill"}, {"dtype": "bfloat16", "entry": "continued"}],
+)
+
+
+def reference(case):
+  weights = cotangents(case)
+  if case.entry == "attention":
+    return comparing.quadratic_results(*inputs(case), weights, power=case.power)
+  return comparing.reference_results(*inputs(case), weights, power=case.power)
+
+
+@gpu
+@pytest.mark.parametrize("case", CASES + WITH_STATE, ids=str)
+def test_kernels_are_right_on_the_chip(case):
+  x, rest = inputs(case)
+  options = {"entry": case.entry, "power": case.power, "form": "attention", "implementation": "pallas"}
+  run = jax.jit(lambda x, w: comparing.with_gradients(lambda x: comparing.call(x, rest, **options), x, w))
+  assert_results_close(run(x, cotangents(case)), reference(case), TOLERANCE[case.dtype])
+
+
+@gpu
+@pytest.mark.parametrize("power", [2, 4])
+def test_two_runs_are_the_same_to_the_bit(power):
+  case = Case(T=3000, H=3, d=64, dv=64, power=power, dtype="bfloat16", entry="attention")
+  x, rest = inputs(case)
+  call = functools.partial(comparing.call, rest=rest, entry="attention", power=power, implementation="pallas")
+  run = jax.jit(lambda x, w: comparing.with_gradients(lambda x: call(x, form="attention"), x, w))
+  first, *others = (jax.tree.map(np.asarray, run(x, cotangents(case))) for _ in range(5))
+  for other, name in itertools.product(others, first):
+    np.testing.assert_array_equal(other[name], first[name], err_msg=name)
+
+
+@gpu
+def test_the_fastest_implementation_is_taken_by_itself():
+  q = jnp.ones((1, 512, 2, 64), jnp.bfloat16)
+  assert csympow.explain(q, q, q, form="attention").implementation == "pallas"
+  assert csympow.explain(q, q, q, form="chunked").implementation == "xla"
+  odd = jnp.ones((1, 512, 2, 48), jnp.bfloat16)
+  assert csympow.explain(odd, odd, odd, form="attention").implementation == "xla"
+  with pytest.raises(NotImplementedError, match="head dims d and dv of 32, 64 and 128, got d=48"):
+    csympow.attention(odd, odd, odd, form="attention", implementation="pallas")
+
+
+def attend(case, interpret=None):
+  """The op as `implementation="pallas"` runs it, wherever this is traced."""
+  settings = Settings(case.power, -(-case.T // FRAME) * FRAME, TILE, 64, "high", interpret=interpret)
+
+  def run(x, rest):
+    x = dict(x)
+    leaves = [x.pop(name) for name in comparing.STATE if name in x]
+    state = csympow.State(*leaves) if leaves else None
+    names = ("q", "k", "v", "log_gate", "beta", "rates", "segment_ids", "scale")
+    arguments = ((x | rest).get(name) for name in names)
+    y, state = op._attend(*arguments, state, "attention", "pallas", settings, case.entry != "attention")
+    return {"y": y} if state is None else {"y": y} | state._asdict()
+
+  return run
+
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+INTERPRETED = [
+  Case(T=300, B=1, H=1, d=64, dv=64, groups=2, gate="resets", segments="padded", dtype="bfloat16", entry="attention"),
+  Case(T=200, B=1, H=1, d=32, dv=32, dtype="bfloat16", entry="continued"),
+  slow(Case(T=530, B=1, H=1, d=32, dv=64, power=4, dtype="float16", entry="attention")),
+  slow(Case(T=1, B=2, H=1, d=64, dv=32, dtype="bfloat16", entry="attention")),
+  slow(Case(T=260, B=1, H=1, d=128, dv=128, dtype="bfloat16", entry="attention")),
+]
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def test_kernels_are_right_in_the_interpreter_and_race_free(case):
+  x, rest = inputs(case)
+  run = attend(case, plgpu.InterpretGPUParams(detect_races=True))
+  results = comparing.with_gradients(lambda x: run(x, rest), x, cotangents(case))
+  assert_results_close(jax.tree.map(np.asarray, results), reference(case), TOLERANCE[case.dtype])
+  assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize(
+  ("d", "dv", "power"), [(64, 64, 2), (64, 64, 4), (32, 32, 6), (128, 128, 2), (32, 64, 4), (64, 128, 4)]
+)
+def test_kernels_lower_for_every_shape(d, dv, power):
+  case = Case(T=65_536, B=1, H=2, groups=2, d=d, dv=dv, power=power, dtype="bfloat16", entry="attention")
+  heads = (case.B, case.T, case.H)
+  shapes = {"q": (case.B, case.T, 4, d), "k": (*heads, d), "v": (*heads, dv)}
+  x = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+  x |= {name: jax.ShapeDtypeStruct(heads, jnp.float32) for name in ("log_gate", "beta")}
+  rest = {"rates": comparing.rotary(d)}
+
+  def gradients(x):
+    return jax.grad(lambda x: attend(case)(x, rest)["y"].astype(jnp.float32).sum())(x)
+
+  lowered = jax.jit(gradients).trace(x).lower(lowering_platforms=("cuda",))
+  assert lowered.as_text().count("mosaic_gpu") >= 2
+
+
+def test_kernels_lower_inside_shard_map():
+  case = Case(T=256, B=2, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+  x, rest = inputs(case)
+  sharded = jax.shard_map(
+    lambda x: attend(case)(x, rest)["y"], mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")
+  )
+  gradients = jax.jit(jax.grad(lambda x: sharded(x).astype(jnp.float32).sum()))
+  assert gradients.trace(x).lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 2
