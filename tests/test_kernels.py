@@ -143,3 +143,12 @@ def test_kernels_lower_inside_shard_map():
   )
   gradients = jax.jit(jax.grad(lambda x: sharded(x).astype(jnp.float32).sum()))
   assert gradients.trace(x).lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 2
+
+
+def test_kernels_lower_under_vmap():
+  case = Case(T=256, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
+  x, rest = inputs(case)
+  gradients = jax.grad(lambda x: attend(case)(x, rest)["y"].astype(jnp.float32).sum())
+  stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), x)
+  lowered = jax.jit(jax.vmap(gradients)).trace(stacked).lower(lowering_platforms=("cuda",))
+  assert lowered.as_text().count("mosaic_gpu") >= 2

@@ -86,7 +86,17 @@ def backward(
 ) -> Gradients:
   """The cotangents of q, of the plain keys, and of v."""
   width = max(rows.q.shape[-1], v.shape[-1])
-  parts = [_backward(rows, keys, ends, v, n, power, ordered, interpret) for n in range(-(-width // 64))]
+
+  def run(part: int) -> Gradients:
+    # Under vmap one after another: blocks of the grid take turns by semaphores that know nothing of vmap's axis.
+    @jax.custom_batching.sequential_vmap
+    def one_at_a_time(rows: Rows, keys: Keys, ends: Ends, v: Array) -> Gradients:
+      return _backward(rows, keys, ends, v, part, power, ordered, interpret)
+
+    result: Gradients = one_at_a_time(rows, keys, ends, v)
+    return result
+
+  parts = [run(n) for n in range(-(-width // 64))]
   if len(parts) == 1:
     return parts[0]
   return Gradients(*(jnp.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
