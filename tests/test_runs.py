@@ -287,6 +287,7 @@ def test_a_second_run_in_a_workdir_is_refused_and_harms_nothing(tmp_path):
   assert [record["step"] for record in running.metrics(tmp_path / "run")] == list(range(1, 41))
 
 
+@pytest.mark.slow
 def test_a_profile_past_the_end_or_before_the_beginning_does_no_harm(tmp_path):
   short = ["--config.optimizer.schedule=constant", "--config.log.heldout=0"]
   run(tmp_path / "run", "--config.steps=6", "--profile=5:9", *short)
