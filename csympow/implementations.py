@@ -12,12 +12,12 @@ _DTYPES = ("bfloat16", "float16")
 
 
 def allowed(
-  shape: cost.Shape, dtype: DTypeLike, form: str, asked: str | None, device: str
+  shape: cost.Shape, dtype: DTypeLike, form: str, chunk_size: int | None, asked: str | None, device: str
 ) -> tuple[cost.Implementation, ...]:
   """The implementations to choose from; an asked one that cannot be had raises NotImplementedError that says why."""
   if asked == "xla":
     return ("xla",)
-  refusal = why_no_kernel(shape, dtype, form, device)
+  refusal = _why_no_kernel(shape, dtype, form, chunk_size, device)
   if asked == "pallas":
     if refusal is not None:
       raise NotImplementedError(f"implementation='pallas' {refusal}; implementation='xla' or None runs everywhere")
@@ -25,12 +25,14 @@ def allowed(
   return ("xla",) if refusal is not None else ("xla", "pallas")
 
 
-def why_no_kernel(shape: cost.Shape, dtype: DTypeLike, form: str, device: str) -> str | None:
+def _why_no_kernel(shape: cost.Shape, dtype: DTypeLike, form: str, chunk_size: int | None, device: str) -> str | None:
   """Why no Pallas kernel can serve a call, or None where one can."""
   if form not in ("auto", "attention"):
     return f"has no kernel for form={form!r} yet, only for 'attention'"
   if device != "gpu":
     return f"has kernels for NVIDIA Hopper GPUs, and this call is for a {device}"
+  if chunk_size is not None:
+    return f"has kernels with blocks of their own size, got chunk_size={chunk_size}"
   if (dtype_name := jax.dtypes.canonicalize_dtype(dtype).name) not in _DTYPES:
     return f"has kernels for {' and '.join(_DTYPES)}, got {dtype_name}"
   wide = (shape.head_dim, shape.value_dim)

@@ -69,7 +69,7 @@ def attention(
     form: "attention" (quadratic), "chunked" (linear), "recurrent" (token by token), or "auto" for the cheapest; see
       `explain`.
     chunk_size: tokens in a chunk, in the attention form in a block of keys, in the recurrent form between the states
-      kept for the backward pass; None to choose.
+      kept for the backward pass; None to choose. Kernels have block sizes of their own, and are not taken with one.
     implementation: "xla", "pallas", or None for the fastest that this call can have.
 
   Returns:
@@ -181,9 +181,11 @@ def explain(
   del log_gate, beta, rates, segment_ids, scale  # cost nothing that depends on the form
   device = device or cost.platform()
   shape = _shape(q, k, v, power, needs_state=state is not None)
-  allowed = implementations.allowed(shape, q.dtype, form, implementation, device)
+  allowed = implementations.allowed(shape, q.dtype, form, chunk_size, implementation, device)
   plan = cost.choose(shape, form, chunk_size, device, allowed)
-  if form == "auto" and "xla" in allowed:
+  if allowed == ("pallas",):
+    reason = f"implementation='pallas' was asked for; estimated forward time on {device}: {plan.seconds * 1e3:.3g} ms"
+  elif form == "auto":
     others = [cost.choose(shape, other, chunk_size, device) for other in validation.FORMS[1:] if other != plan.form]
     beaten = ", ".join(f"{other.form} {other.seconds * 1e3:.3g} ms" for other in others)
     reason = f"estimated forward time on {device}: {plan.form} {plan.seconds * 1e3:.3g} ms; {beaten}"
@@ -194,7 +196,10 @@ def explain(
 
 
 class _Prepared(NamedTuple):
-  """Inputs of the forms: rotated, queries of unit length, resets and padding written into gates and zeros."""
+  """Inputs of the forms: rotated, queries of unit length, resets and padding written into gates and zeros.
+
+  For kernels without a state queries keep their length: the kernels scale them.
+  """
 
   q: Float[Array, "B T H g d"]
   k: Float[Array, "B T H d"]
@@ -243,9 +248,10 @@ def _prepare(
     q, k = rotation.rotate(q, turns[..., None, :]), rotation.rotate(k, turns)
     phase = carried + jnp.zeros_like(phase)
 
-  unit = (lambda q: q) if for_kernels and state is None else _unit  # kernels without a state scale queries themselves
+  if not for_kernels or state is not None:
+    q = _unit(q)
   return _Prepared(
-    q=unit(q) if scale is None else unit(q) * jnp.where(scale == 0, 0.0, 1.0),  # the normalisation cancels all else
+    q=q if scale is None else q * jnp.where(scale == 0, 0.0, 1.0),  # the normalisation cancels all else
     k=k,
     v=v.astype(jnp.float32),
     log_gate=effective_log_gate(log_gate, valid, starts),
@@ -296,7 +302,7 @@ def _plan(
   needs_state: bool,
 ) -> cost.Plan:
   shape, device = _shape(q, k, v, power, needs_state=needs_state), cost.platform()
-  allowed = implementations.allowed(shape, q.dtype, form, implementation, device)
+  allowed = implementations.allowed(shape, q.dtype, form, chunk_size, implementation, device)
   return cost.choose(shape, form, chunk_size, device, allowed)
 
 
@@ -341,9 +347,9 @@ def _attend(
     y, memory = recurrent.attend(queries, keys, values, gates, x.memory, settings.power, settings.chunk)
   elif kernels:
     queries, keys, values = _equally_wide(queries, keys, values)
-    twist = x.twist if x.twist is None else jnp.pad(x.twist, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    twist = x.twist
     if twist is not None:
-      twist = jnp.pad(twist, ((0, 0),) * 3 + ((0, keys.shape[-1] // 2 - twist.shape[-1]),))
+      twist = jnp.pad(twist, ((0, 0), (0, padding), (0, 0), (0, keys.shape[-1] // 2 - twist.shape[-1])))
     y, memory = fused.attend(queries, keys, values, gates, twist, x.memory, settings, q.dtype, return_state)
     y = y[..., : v.shape[-1]]
   else:

@@ -143,8 +143,7 @@ def _backward(
     discounted=inverse * jnp.exp2(jnp.repeat(x.keys.gate, group, axis=1)),
     delta=jnp.moveaxis(jnp.sum(rounded_dy * y, axis=-1), 1, 2),
   )
-  how = {"power": power, "ordered": settings.ordered, "interpret": settings.interpret}
-  by_kernel = attention_backward.backward(rows, x.keys, x.ends, x.v, **how)
+  by_kernel = attention_backward.backward(rows, x.keys, x.ends, x.v, power=power, interpret=settings.interpret)
   rounded_q, rounded_k, dq, dk = (
     a.reshape(batch, time, heads, -1, a.shape[-1]) for a in (rounded_q, rounded_k, by_kernel.q, by_kernel.k)
   )
@@ -181,9 +180,8 @@ def _backward(
     dmemory, q_far = read_backward(saved.memory, inputs.q, dsums, dmemory, settings)
     near = near._replace(q_far=q_far)
   if dtwist is not None:
-    q, k = (time_first(a)[..., None, :] if a.ndim == 4 else time_first(a) for a in (inputs.q, inputs.k))
-    far = (time_first(near.q_far), time_first(near.k_far)[..., None, :])
-    dtwist += _torque(q, far[0]) + _torque(k, far[1])
+    q, k = saved.sequence.q, saved.sequence.k[..., None, :]
+    dtwist += _torque(q, time_first(near.q_far)) + _torque(k, time_first(near.k_far)[..., None, :])
   return *finish(inputs, near, pull, power), dtwist, dmemory if saved.memory is not None else None
 
 

@@ -32,7 +32,6 @@ class Settings(NamedTuple):
   block: int  # tokens in a block of scores
   tile: int  # tokens whose features are expanded at once
   precision: str | None  # of matrix products, as jax.lax.Precision names it; None for the caller's default
-  ordered: bool = True  # whether kernels add in a fixed order, so that results are the same to the bit
   interpret: Any = None  # how to run kernels where there is no chip for them, as Pallas takes it
 
 

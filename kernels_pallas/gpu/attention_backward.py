@@ -5,9 +5,9 @@
 
 A block of the grid owns 128 keys and walks the queries after them. Scores are held transposed, keys down and queries
 across, so that P and dS are left operands straight from registers. dQ alone sums over keys, hence over blocks of the
-grid: a warpgroup of its own multiplies, and adds to memory. If `ordered`, blocks of the grid take turns, and results
-are the same to the bit on every run; the order is that in which they reach the queries anyway, nearest keys first, and
-the grid starts them in that order.
+grid: a warpgroup of its own multiplies, and adds to memory. Blocks of the grid take turns, so that results are the same
+to the bit on every run; the order is that in which they reach the queries anyway, nearest keys first, and the grid
+starts them in that order.
 
     warpgroups 0, 1   64 keys each: scores, dP, dV, dK
     warpgroup 2       dQ
@@ -44,7 +44,6 @@ from kernels_pallas.gpu.tiles import (
 )
 
 _UNITS = TILE // ROWS  # queries are loaded by units of 64
-_DQ_BUFFERS = _UNITS
 
 
 class Rows(NamedTuple):
@@ -75,14 +74,7 @@ class Gradients(NamedTuple):
 
 
 def backward(
-  rows: Rows,
-  keys: Keys,
-  ends: Ends,
-  v: BFloat16[Array, "B T H dv"],
-  *,
-  power: int,
-  ordered: bool = True,
-  interpret: Any = None,
+  rows: Rows, keys: Keys, ends: Ends, v: BFloat16[Array, "B T H dv"], *, power: int, interpret: Any = None
 ) -> Gradients:
   """The cotangents of q, of the plain keys, and of v."""
   width = max(rows.q.shape[-1], v.shape[-1])
@@ -91,7 +83,7 @@ def backward(
     # Under vmap one after another: blocks of the grid take turns by semaphores that know nothing of vmap's axis.
     @jax.custom_batching.sequential_vmap
     def one_at_a_time(rows: Rows, keys: Keys, ends: Ends, v: Array) -> Gradients:
-      return _backward(rows, keys, ends, v, part, power, ordered, interpret)
+      return _backward(rows, keys, ends, v, part, power, interpret)
 
     result: Gradients = one_at_a_time(rows, keys, ends, v)
     return result
@@ -103,23 +95,16 @@ def backward(
 
 
 def _backward(
-  rows: Rows,
-  keys: Keys,
-  ends: Ends,
-  v: BFloat16[Array, "B T H dv"],
-  part: int,
-  power: int,
-  ordered: bool,
-  interpret: Any,
+  rows: Rows, keys: Keys, ends: Ends, v: BFloat16[Array, "B T H dv"], part: int, power: int, interpret: Any
 ) -> Gradients:
   """The gradients of 64 coordinates of q, k and v; wider heads take several such passes."""
-  ordered = ordered and interpret is None
+  ordered = interpret is None  # the interpreter can neither wait for a turn nor add to memory
   batch, time, query_heads, head_dim = rows.q.shape
   heads, value_dim = v.shape[2:]
   group, tiles = query_heads // heads, time // TILE
   k_wide, v_wide = min(head_dim, 64), min(value_dim, 64)
   wide = head_dim + value_dim > 128
-  slots, copies = (2, 1) if wide else (4, 2)  # of queries; of dS and dQ
+  slots, copies = (2, 1) if wide else (4, 2)  # of queries, and of dS
   ours = pl.ds(part * 64, k_wide), pl.ds(part * 64, v_wide)
 
   def kernel(
@@ -267,14 +252,12 @@ def _backward(
 
           dq = pl.run_scoped(product, plgpu.ACC((ROWS, k_wide), jnp.float32))
           plgpu.barrier_arrive(ds_freed.at[copy])
-          plgpu.wait_smem_to_gmem(_DQ_BUFFERS - 1, wait_read_only=True)
+          plgpu.wait_smem_to_gmem(_UNITS - 1, wait_read_only=True)
           dq_smem[unit] = dq
           plgpu.commit_smem()
           at = pl.ds(m * TILE + unit * ROWS, ROWS)
-          if interpret is not None:
+          if not ordered:
             plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[n, b, at, head])
-          elif not ordered:
-            plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[0, b, at, head], reduction_op="add")
           else:
             if unit == 0:
               plgpu.semaphore_wait(turns.at[b, head, m], m - n, decrement=False, memory_scope="gpu")
@@ -361,7 +344,7 @@ def _backward(
     one_after_another(
       shared((copies, 2, ROWS, ROWS), half, k_wide), shared((2, ROWS, k_wide), f32), shared((2, ROWS, v_wide), half)
     ),
-    shared((_DQ_BUFFERS, ROWS, k_wide), f32),
+    shared((_UNITS, ROWS, k_wide), f32),
     plgpu.Barrier(num_arrivals=4),
     plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=5, num_barriers=slots),
@@ -379,13 +362,11 @@ def _backward(
     jax.ShapeDtypeStruct((batch, time, heads, v_wide), half),
   ]
   operands = (*rows, *keys[:4], *ends, v)
-  # Not in order, dq is added to zeros; and the interpreter cannot add to memory: each tile of keys leaves its own dq.
-  sums = None
-  if not ordered:
-    sums = jax.new_ref(jnp.zeros((1 if interpret is None else tiles, *dq_shape), f32))
+  # Out of order each tile of keys leaves its own dq.
+  parts = None if ordered else jax.new_ref(jnp.zeros((tiles, *dq_shape), f32))
   results = plgpu.kernel(
     kernel,
-    out_type=outputs if sums is None else outputs[1:],
+    out_type=outputs if parts is None else outputs[1:],
     scratch_types=scratch,
     grid=(tiles * batch * heads,),
     grid_names=("block",),
@@ -394,6 +375,6 @@ def _backward(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="attention_backward",
-  )(*operands, *(() if sums is None else (sums,)))
-  results = (*(() if sums is None else (jax.freeze(sums).sum(0),)), *results)
+  )(*operands, *(() if parts is None else (parts,)))
+  results = results if parts is None else (jax.freeze(parts).sum(0), *results)
   return Gradients(*varying_as(v, results))

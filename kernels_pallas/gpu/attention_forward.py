@@ -9,7 +9,7 @@ exponentials of pairs.
 
     warpgroups 0, 1   64 queries each; the scores of the next block are computed while those of this one are raised
     warpgroup 2       loads
-    grid              as many blocks as the chip has multiprocessors, each walking its share of the tiles, longest first
+    grid              a tile of 128 queries each, those that see most keys first
 
 Products of scores and values have bfloat16 operands, for weights span many powers of ten; scores have float16 ones,
 because the power multiplies their rounding, and the inputs are scaled so that they fit.
@@ -27,7 +27,6 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from kernels_pallas.gpu.tiles import (
   FRAME,
-  MULTIPROCESSORS,
   ROWS,
   SMALLEST,
   TILE,
@@ -53,24 +52,6 @@ class Keys(NamedTuple):
   first: Int[Array, "B H frames"]  # the earliest frame that a frame's queries can still see
 
 
-class _Tile(NamedTuple):
-  """One tile of queries: which it is, and the blocks of keys that it sees."""
-
-  number: Int[Array, ""]  # of those that this block of the grid visits
-  b: Int[Array, ""]
-  head: Int[Array, ""]
-  key_head: Int[Array, ""]
-  token: Int[Array, ""]
-  start: Int[Array, ""]  # the first block of keys
-  near: Int[Array, ""]  # the first one in the queries' own frame
-  stop: Int[Array, ""]
-  used: Int[Array, ""]  # blocks visited with earlier tiles
-
-  def visits(self, j: Int[Array, ""]) -> Int[Array, ""]:
-    """How many blocks came before block j: the ring of slots goes on from tile to tile."""
-    return self.used + j - self.start
-
-
 class Outputs(NamedTuple):
   """What each query gathers: y = high + low, and the normaliser in the keys' scale."""
 
@@ -92,43 +73,32 @@ def forward(
   power: int,
   dtype: DTypeLike,
   save_low: bool,
-  persistent: bool = False,
   interpret: Any = None,
 ) -> Outputs:
   """Attention over whole frames of tokens; y in `dtype`."""
   batch, time, query_heads, head_dim = q.shape
   heads, value_dim = v.shape[2:]
   group, columns = query_heads // heads, block_of_keys(value_dim)
-  slots, buffers = (4, 2) if head_dim + value_dim <= 128 else (3, 1)  # of keys and values, and of queries
+  slots = 4 if head_dim + value_dim <= 128 else 3  # of keys and values
   blocks, tiles = FRAME // columns, time // TILE
-  work = tiles * batch * query_heads
-  grid = min(work, MULTIPROCESSORS) if persistent else work
-
-  def tile(number: Int[Array, ""], used: Int[Array, ""], block: Int[Array, ""], first_ref: Any) -> _Tile:
-    item, rows = block + number * grid, jnp.int32(batch * query_heads)
-    i, row = tiles - 1 - lax.div(item, rows), lax.rem(item, rows)  # longest first
-    b, head = lax.div(row, jnp.int32(query_heads)), lax.rem(row, jnp.int32(query_heads))
-    key_head, frame = lax.div(head, jnp.int32(group)), lax.div(i * TILE, jnp.int32(FRAME))
-    start, near = first_ref[b, key_head, frame] * blocks, frame * blocks
-    return _Tile(number, b, head, key_head, i * TILE, start, near, lax.div((i + 1) * TILE, jnp.int32(columns)), used)
 
   def kernel(q_ref, folded_ref, k_ref, v_ref, gate_ref, pull_ref, decay_ref, first_ref, *more):
     (y_ref, low_ref, normaliser_ref), scratch = (
       (more[:3], more[3:]) if save_low else ((more[0], None, more[1]), more[2:])
     )
     q_smem, k_smem, v_smem, y_smem, low_smem, normaliser_smem, *barriers = scratch
-    q_filled, q_freed, k_filled, k_freed, v_filled, v_freed, *staging = barriers
-    block, thread = lax.axis_index("block"), lax.axis_index("thread")
+    q_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
+    item, thread = lax.axis_index("block"), lax.axis_index("thread")
+    i, row = (f(item, jnp.int32(batch * query_heads)) for f in (lax.div, lax.rem))
+    b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
+    kv, first_token = lax.div(head, jnp.int32(group)), (tiles - 1 - i) * TILE
+    frame = lax.div(first_token, jnp.int32(FRAME))
+    # Blocks of keys: from `start`, from `near` on in the queries' own frame.
+    start, near = first_ref[b, kv, frame] * blocks, frame * blocks
+    stop = lax.div(first_token + TILE, jnp.int32(columns))
 
-    def for_each_tile(visit):
-      def step(number, used):
-        x = tile(number, used, block, first_ref)
-        visit(x)
-        return used + (x.stop - x.start)
-
-      if grid == work:
-        return step(jnp.int32(0), jnp.int32(0))
-      return lax.fori_loop(0, lax.div(work - block + grid - 1, jnp.int32(grid)), step, jnp.int32(0))
+    def slot_of(j):
+      return lax.rem(j - start, jnp.int32(slots))
 
     @pl.when(thread < 2)
     def compute():
@@ -141,135 +111,118 @@ def forward(
           weights = staging[0].at[thread]
         plgpu.wgmma(sums, weights, v_smem.at[slot])
 
-      def visit(x):
-        token, buffer = x.token + thread * ROWS, lax.rem(x.number, jnp.int32(buffers))
-        queries = q_smem.at[buffer, thread]
-        plgpu.barrier_wait(q_filled.at[buffer])
+      token = first_token + thread * ROWS
+      queries = q_smem.at[thread]
+      plgpu.barrier_wait(q_filled)
 
-        def slot_of(j):
-          return lax.rem(x.visits(j), jnp.int32(slots))
+      def scores(j):
+        def product(s):
+          plgpu.wgmma(s, queries, k_smem.at[slot_of(j)].transpose((1, 0)))
+          return s[...]
 
-        def scores(j):
-          def product(s):
-            plgpu.wgmma(s, queries, k_smem.at[slot_of(j)].transpose((1, 0)))
-            return s[...]
+        plgpu.barrier_wait(k_filled.at[slot_of(j)])
+        s = pl.run_scoped(product, plgpu.ACC((ROWS, columns), jnp.float32))
+        plgpu.barrier_arrive(k_freed.at[slot_of(j)])
+        return s
 
-          plgpu.barrier_wait(k_filled.at[slot_of(j)])
-          s = pl.run_scoped(product, plgpu.ACC((ROWS, columns), jnp.float32))
-          plgpu.barrier_arrive(k_freed.at[slot_of(j)])
-          return s
+      def far_frame(f, carry):
+        s, total, normaliser = carry
+        decay = decay_ref[b, kv, f]
 
-        def far_frame(f, carry):
-          s, total, normaliser = carry
-          decay = decay_ref[x.b, x.key_head, f]
+        def far_blocks(sums):
+          now, summed = s, normaliser * decay
+          for n in range(blocks):
+            j = f * blocks + n
+            plgpu.barrier_wait(k_filled.at[slot_of(j + 1)])
 
-          def far_blocks(sums):
-            now, summed = s, normaliser * decay
-            for n in range(blocks):
-              j = f * blocks + n
-              plgpu.barrier_wait(k_filled.at[slot_of(j + 1)])
+            def overlapped(following, j=j, now=now, summed=summed):
+              plgpu.wgmma(following, queries, k_smem.at[slot_of(j + 1)].transpose((1, 0)))
+              plgpu.barrier_wait(v_filled.at[slot_of(j)])  # ptxas then issues the whole product before the powers
+              weights = even_power(now, power)
+              summed = summed + weights.sum(axis=1)
+              gather(sums, weights.astype(v.dtype), slot_of(j))
+              return following[...], summed
 
-              def overlapped(following, j=j, now=now, summed=summed):
-                plgpu.wgmma(following, queries, k_smem.at[slot_of(j + 1)].transpose((1, 0)))
-                plgpu.barrier_wait(v_filled.at[slot_of(j)])  # ptxas then issues the whole product before the powers
-                weights = even_power(now, power)
-                summed = summed + weights.sum(axis=1)
-                gather(sums, weights.astype(v.dtype), slot_of(j))
-                return following[...], summed
-
-              now, summed = pl.run_scoped(overlapped, plgpu.ACC((ROWS, columns), jnp.float32))
-              plgpu.barrier_arrive(k_freed.at[slot_of(j + 1)])
-              plgpu.barrier_arrive(v_freed.at[slot_of(j)])
-            return now, sums[...], summed
-
-          s, gathered, normaliser = pl.run_scoped(far_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
-          return s, total * decay + gathered, normaliser
-
-        total = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), WGMMA)
-        normaliser = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
-        far = (lax.div(x.start, jnp.int32(blocks)), lax.div(x.near, jnp.int32(blocks)))
-        s, total, normaliser = lax.fori_loop(*far, far_frame, (scores(x.start), total, normaliser))
-
-        rows = pl.ds(token, ROWS)
-        gate = plgpu.load(gate_ref.at[x.b, x.key_head, rows], layout=WGMMA.reduce(1), optimized=False)
-        since_start = jnp.exp2(gate)
-        total, normaliser = total * down(since_start, total.shape), normaliser * since_start
-
-        def near_blocks(sums):
-          def add(j, s, normaliser):
-            keys_at = pl.ds(j * columns, columns)
-            pull = plgpu.load(pull_ref.at[x.b, x.key_head, keys_at], layout=WGMMA.reduce(0), optimized=False)
-            seen = index(s.shape, 1, j * columns) <= index(s.shape, 0, token)
-            exponent = jnp.where(seen, down(gate, s.shape) - across(pull, s.shape), -jnp.inf)
-            weights = (even_power(s, power) * jnp.exp2(exponent)).astype(v.dtype)
-            plgpu.barrier_wait(v_filled.at[slot_of(j)])
-            gather(sums, weights, slot_of(j))
-            # Of the rounded weights, so that a row of one key gives that key's value exactly.
-            normaliser = normaliser + weights.astype(jnp.float32).sum(axis=1)
-            plgpu.wgmma_wait(0)
+            now, summed = pl.run_scoped(overlapped, plgpu.ACC((ROWS, columns), jnp.float32))
+            plgpu.barrier_arrive(k_freed.at[slot_of(j + 1)])
             plgpu.barrier_arrive(v_freed.at[slot_of(j)])
-            return normaliser
+          return now, sums[...], summed
 
-          summed = add(x.near, s, normaliser)
-          summed = lax.fori_loop(x.near + 1, x.stop, lambda j, summed: add(j, scores(j), summed), summed)
-          return sums[...], summed
+        s, gathered, normaliser = pl.run_scoped(far_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
+        return s, total * decay + gathered, normaliser
 
-        gathered, normaliser = pl.run_scoped(near_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
-        plgpu.barrier_arrive(q_freed.at[buffer])
-        found = normaliser > SMALLEST
-        inverse = jnp.where(found, 1.0 / jnp.where(found, normaliser, 1.0), 0.0)
-        y = (total + gathered) * down(inverse, total.shape)
-        high = y.astype(dtype)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        y_smem[thread] = high
-        normaliser_smem[thread] = normaliser
-        if save_low:
-          low_smem[thread] = (y - high.astype(jnp.float32)).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(y_smem.at[thread], y_ref.at[x.b, rows, x.head])
-        plgpu.copy_smem_to_gmem(normaliser_smem.at[thread], normaliser_ref.at[x.b, x.head, rows])
-        if save_low:
-          plgpu.copy_smem_to_gmem(low_smem.at[thread], low_ref.at[x.b, rows, x.head])
+      total = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), WGMMA)
+      normaliser = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
+      far = (lax.div(start, jnp.int32(blocks)), lax.div(near, jnp.int32(blocks)))
+      s, total, normaliser = lax.fori_loop(*far, far_frame, (scores(start), total, normaliser))
 
-      for_each_tile(visit)
+      rows = pl.ds(token, ROWS)
+      gate = plgpu.load(gate_ref.at[b, kv, rows], layout=WGMMA.reduce(1), optimized=False)
+      since_start = jnp.exp2(gate)
+      total, normaliser = total * down(since_start, total.shape), normaliser * since_start
+
+      def near_blocks(sums):
+        def add(j, s, normaliser):
+          keys_at = pl.ds(j * columns, columns)
+          pull = plgpu.load(pull_ref.at[b, kv, keys_at], layout=WGMMA.reduce(0), optimized=False)
+          seen = index(s.shape, 1, j * columns) <= index(s.shape, 0, token)
+          exponent = jnp.where(seen, down(gate, s.shape) - across(pull, s.shape), -jnp.inf)
+          weights = (even_power(s, power) * jnp.exp2(exponent)).astype(v.dtype)
+          plgpu.barrier_wait(v_filled.at[slot_of(j)])
+          gather(sums, weights, slot_of(j))
+          # Of the rounded weights, so that a row of one key gives that key's value exactly.
+          normaliser = normaliser + weights.astype(jnp.float32).sum(axis=1)
+          plgpu.wgmma_wait(0)
+          plgpu.barrier_arrive(v_freed.at[slot_of(j)])
+          return normaliser
+
+        summed = add(near, s, normaliser)
+        summed = lax.fori_loop(near + 1, stop, lambda j, summed: add(j, scores(j), summed), summed)
+        return sums[...], summed
+
+      gathered, normaliser = pl.run_scoped(near_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
+      found = normaliser > SMALLEST
+      inverse = jnp.where(found, 1.0 / jnp.where(found, normaliser, 1.0), 0.0)
+      y = (total + gathered) * down(inverse, total.shape)
+      high = y.astype(dtype)
+      y_smem[thread] = high
+      normaliser_smem[thread] = normaliser
+      if save_low:
+        low_smem[thread] = (y - high.astype(jnp.float32)).astype(jnp.bfloat16)
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(y_smem.at[thread], y_ref.at[b, rows, head])
+      plgpu.copy_smem_to_gmem(normaliser_smem.at[thread], normaliser_ref.at[b, head, rows])
+      if save_low:
+        plgpu.copy_smem_to_gmem(low_smem.at[thread], low_ref.at[b, rows, head])
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
     def load():
       plgpu.set_max_registers(40, action="decrease")
+      for w in range(2):
+        rows = q_ref.at[b, pl.ds(first_token + w * ROWS, ROWS), head]
+        plgpu.copy_gmem_to_smem(rows, q_smem.at[w], q_filled)
 
-      def visit(x):
-        buffer = lax.rem(x.number, jnp.int32(buffers))
-        wait_if(x.number >= buffers, q_freed.at[buffer])
-        for w in range(2):
-          rows = q_ref.at[x.b, pl.ds(x.token + w * ROWS, ROWS), x.head]
-          plgpu.copy_gmem_to_smem(rows, q_smem.at[buffer, w], q_filled.at[buffer])
+      def copy(keys_ref):
+        def step(j, none):
+          slot, rows = slot_of(j), pl.ds(j * columns, columns)
+          wait_if(j - start >= slots, k_freed.at[slot])
+          plgpu.copy_gmem_to_smem(keys_ref.at[b, rows, kv], k_smem.at[slot], k_filled.at[slot])
+          wait_if(j - start >= slots, v_freed.at[slot])
+          plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv], v_smem.at[slot], v_filled.at[slot])
+          return none
 
-        def copy(keys_ref):
-          def step(j, none):
-            slot, rows = lax.rem(x.visits(j), jnp.int32(slots)), pl.ds(j * columns, columns)
-            wait_if(x.visits(j) >= slots, k_freed.at[slot])
-            plgpu.copy_gmem_to_smem(keys_ref.at[x.b, rows, x.key_head], k_smem.at[slot], k_filled.at[slot])
-            wait_if(x.visits(j) >= slots, v_freed.at[slot])
-            plgpu.copy_gmem_to_smem(v_ref.at[x.b, rows, x.key_head], v_smem.at[slot], v_filled.at[slot])
-            return none
+        return step
 
-          return step
+      lax.fori_loop(start, near, copy(folded_ref), None)
+      lax.fori_loop(near, stop, copy(k_ref), None)
 
-        lax.fori_loop(x.start, x.near, copy(folded_ref), None)
-        lax.fori_loop(x.near, x.stop, copy(k_ref), None)
-
-      visits = for_each_tile(visit)
-
-      def settle(n, none):  # leave no arrival unseen
-        plgpu.barrier_wait(k_freed.at[lax.rem(n, jnp.int32(slots))])
-        plgpu.barrier_wait(v_freed.at[lax.rem(n, jnp.int32(slots))])
+      def settle(j, none):  # leave no arrival unseen
+        plgpu.barrier_wait(k_freed.at[slot_of(j)])
+        plgpu.barrier_wait(v_freed.at[slot_of(j)])
         return none
 
-      lax.fori_loop(jnp.maximum(visits - slots, 0), visits, settle, None)
-      tiles_seen = lax.div(work - block + grid - 1, jnp.int32(grid))
-      for n in range(buffers):
-        wait_if(tiles_seen > n, q_freed.at[lax.rem(tiles_seen - 1 - n, jnp.int32(buffers))])
+      lax.fori_loop(jnp.maximum(stop - slots, start), stop, settle, None)
 
   f32 = jnp.float32
   y_shape = (batch, time, query_heads, value_dim)
@@ -278,13 +231,13 @@ def forward(
     outputs.insert(1, jax.ShapeDtypeStruct(y_shape, jnp.bfloat16))
   filled, freed = plgpu.Barrier(num_barriers=slots), plgpu.Barrier(num_arrivals=2, num_barriers=slots)
   scratch = [
-    shared((buffers, 2, ROWS, head_dim), q.dtype),
+    shared((2, ROWS, head_dim), q.dtype),
     shared((slots, columns, head_dim), q.dtype),
     shared((slots, columns, value_dim), v.dtype),
     shared((2, ROWS, value_dim), dtype),
     shared((2, ROWS, value_dim), jnp.bfloat16) if save_low else plgpu.SMEM((1,), f32),
     plgpu.SMEM((2, ROWS), f32),
-    *(plgpu.Barrier(num_arrivals=2, num_barriers=buffers),) * 2,
+    plgpu.Barrier(num_arrivals=2),
     *(filled, freed) * 2,
     *((shared((2, ROWS, columns), v.dtype),) if interpret is not None else ()),
   ]
@@ -292,7 +245,7 @@ def forward(
     kernel,
     out_type=outputs,
     scratch_types=scratch,
-    grid=(grid,),
+    grid=(tiles * batch * query_heads,),
     grid_names=("block",),
     num_threads=3,
     thread_name="thread",

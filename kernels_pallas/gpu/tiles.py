@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int
 ROWS = 64  # a warpgroup's rows of a tile: the M of wgmma
 TILE = 2 * ROWS  # tokens of two warpgroups
 FRAME = 256  # tokens whose keys are discounted to a common end; time is padded to whole frames
-MULTIPROCESSORS = 132  # of an H100 or H200
 WGMMA = plgpu.Layout.WGMMA
 LOG2E = 1.4426950408889634
 SMALLEST = 1e-30  # a normaliser at or below this counts as 0
