@@ -5,13 +5,12 @@
 
 A block of the grid owns 128 keys and walks the queries after them. Scores are held transposed, keys down and queries
 across, so that P and dS are left operands straight from registers. dQ alone sums over keys, hence over blocks of the
-grid: a warpgroup of its own multiplies, and adds to memory. Blocks of the grid take turns, so that results are the same
-to the bit on every run; the order is that in which they reach the queries anyway, nearest keys first, and the grid
-starts them in that order.
+grid, which add to memory. They take turns, so that results are the same to the bit on every run; the order is that in
+which they reach the queries anyway, nearest keys first, and the grid starts them in that order.
 
-    warpgroups 0, 1   64 keys each: scores, dP, dV, dK
-    warpgroup 2       dQ
-    warpgroup 3       loads
+    warpgroups 0, 1   64 keys each: scores, dP, dV, dK; then 64 of the 128 queries each: dQ
+    warpgroup 2       loads
+    warpgroup 3       adds dQ to memory, in turn
 
 Products with dS have bfloat16 operands, for gradients span many powers of ten. The gradients of gates and rotations are
 what is left of dS_ij s_ij, and of dS_ij times the angle between q_i and k_j, when pairs cancel: so dQ and dK come from
@@ -37,6 +36,7 @@ from kernels_pallas.gpu.tiles import (
   across,
   down,
   index,
+  place_in_grid,
   shared,
   slope,
   varying_as,
@@ -79,7 +79,7 @@ def backward(
   """The cotangents of q, of the plain keys, and of v."""
   width = max(rows.q.shape[-1], v.shape[-1])
 
-  def run(part: int) -> Gradients:
+  def gradients(part: int) -> Gradients:
     # Under vmap one after another: blocks of the grid take turns by semaphores that know nothing of vmap's axis.
     @jax.custom_batching.sequential_vmap
     def one_at_a_time(rows: Rows, keys: Keys, ends: Ends, v: Array) -> Gradients:
@@ -88,7 +88,7 @@ def backward(
     result: Gradients = one_at_a_time(rows, keys, ends, v)
     return result
 
-  parts = [run(n) for n in range(-(-width // 64))]
+  parts = [gradients(n) for n in range(-(-width // 64))]
   if len(parts) == 1:
     return parts[0]
   return Gradients(*(jnp.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
@@ -100,11 +100,12 @@ def _backward(
   """The gradients of 64 coordinates of q, k and v; wider heads take several such passes."""
   ordered = interpret is None  # the interpreter can neither wait for a turn nor add to memory
   batch, time, query_heads, head_dim = rows.q.shape
+  f32, half = jnp.float32, v.dtype
   heads, value_dim = v.shape[2:]
   group, tiles = query_heads // heads, time // TILE
   k_wide, v_wide = min(head_dim, 64), min(value_dim, 64)
   wide = head_dim + value_dim > 128
-  slots, copies = (2, 1) if wide else (4, 2)  # of queries, and of dS
+  slots = 2 if wide else 4  # of queries, by units
   ours = pl.ds(part * 64, k_wide), pl.ds(part * 64, v_wide)
 
   def kernel(
@@ -114,12 +115,11 @@ def _backward(
   ):  # fmt: skip
     dq_ref, dk_ref, dv_ref, *scratch = more
     k_smem, rounded_k_smem, v_smem, q_smem, rounded_q_smem, dy_smem, discounted_smem, delta_smem, *scratch = scratch
-    (ds_smem, dk_smem, dv_smem), dq_smem, *barriers = scratch
-    k_filled, k_freed, q_filled, q_freed, ds_filled, ds_freed, dk_left, *staging = barriers
+    (ds_smem, dv_smem), dq_smem, *barriers = scratch  # dq_smem is dk's, too, in the end
+    k_filled, k_freed, q_filled, q_freed, ds_filled, ds_freed, dq_filled, dq_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
-    n = tiles - 1 - lax.div(item, jnp.int32(batch * heads))
-    b = lax.div(lax.rem(item, jnp.int32(batch * heads)), jnp.int32(heads))
-    kv = lax.rem(item, jnp.int32(heads))
+    row, n = place_in_grid(item, batch * heads, tiles)
+    b, kv = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
     frame = lax.div(n * TILE, jnp.int32(FRAME))
     in_frame = FRAME // TILE
     near_end = (frame + 1) * in_frame  # tiles of queries: n .. near_end in the frame, then up to far_end
@@ -127,25 +127,27 @@ def _backward(
     near, far = group * (near_end - n), group * (far_end - near_end)  # over all heads of the group
     turns: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, query_heads, tiles))) if ordered else None
 
-    def for_each_tile(first, start, stop, visit):
-      """Calls visit(number of the tile, query head, tile of queries) for each head and each tile from start to stop."""
-      count = stop - start
+    def place(number):
+      """(the query head, the tile of queries) by number: first those in the frame, of each head, then the others."""
 
-      def step(u, none):
-        visit(first + u, kv * group + lax.div(u, count), start + lax.rem(u, count))
+      def within(number, start, stop):
+        count = jnp.maximum(stop - start, 1)
+        return kv * group + lax.div(number, count), start + lax.rem(number, count)
+
+      in_near, in_far = within(number, n, near_end), within(number - near, near_end, far_end)
+      return tuple(jnp.where(number < near, a, b) for a, b in zip(in_near, in_far, strict=True))
+
+    def visit_tiles(start, stop, visit):
+      def step(number, none):
+        visit(number, *place(number))
         return none
 
-      lax.fori_loop(0, group * count, step, None)
-
-    def near_tiles(visit):
-      for_each_tile(0, n, near_end, visit)
-
-    def far_tiles(visit):
-      for_each_tile(near, near_end, far_end, visit)
+      lax.fori_loop(start, stop, step, None)
 
     @pl.when(thread < 2)
     def compute():
-      plgpu.set_max_registers(208, action="increase")
+      # 2 x 216 + 2 x 40 is what the block starts with, 4 x 128: a warpgroup that asked for more would wait for ever.
+      plgpu.set_max_registers(216, action="increase")
       token = n * TILE + thread * ROWS
 
       def multiply(sums, left, right):
@@ -157,11 +159,13 @@ def _backward(
         else:
           plgpu.wgmma(sums, left, right)
 
+      def free(visited):
+        plgpu.barrier_arrive(q_freed.at[lax.rem(visited, jnp.int32(slots))])
+
       def visit(weigh, dk, dv):
         def visit_tile(number, head, m):
           for unit in range(_UNITS):
-            visited = number * _UNITS + unit
-            slot, copy = lax.rem(visited, jnp.int32(slots)), lax.rem(visited, jnp.int32(copies))
+            slot = lax.rem(number * _UNITS + unit, jnp.int32(slots))
             plgpu.barrier_wait(q_filled.at[slot])
 
             def products(s, dp, slot=slot):
@@ -169,32 +173,48 @@ def _backward(
               plgpu.wgmma(dp, v_smem.at[thread], dy_smem.at[slot].transpose((1, 0)))
               return s[...], dp[...]
 
-            square = plgpu.ACC((ROWS, ROWS), jnp.float32)
+            square = plgpu.ACC((ROWS, ROWS), f32)
             s, dp = pl.run_scoped(products, square, square)
-            delta = across(plgpu.load(delta_smem.at[slot], layout=WGMMA.reduce(0)), s.shape)
             scale, fold = weigh(slot, head, m, m * TILE + unit * ROWS, s.shape)
             slopes = slope(s, scale, power)
-            multiply(dv, (slopes * s).astype(v.dtype), dy_smem.at[slot, :, ours[1]])
-            ds = slopes * (dp - delta)
-            ds = (ds if fold is None else ds * fold).astype(v.dtype)
-            wait_if(visited >= copies, ds_freed.at[copy])
-            ds_smem[copy, thread] = ds
+            weights = (slopes * s).astype(half)
+            ds = slopes * (dp - across(plgpu.load(delta_smem.at[slot], layout=WGMMA.reduce(0)), s.shape))
+            ds = (ds if fold is None else ds * fold).astype(half)
+
+            if unit == 0:
+              wait_if(number > 0, ds_freed)
+            else:  # the products of the unit before have come before these
+              free(number * _UNITS)
+            ds_smem[unit, thread] = ds
             plgpu.commit_smem()
-            plgpu.barrier_arrive(ds_filled.at[copy])
+            multiply(dv, weights, dy_smem.at[slot, :, ours[1]])
             multiply(dk, ds, rounded_q_smem.at[slot])
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(q_freed.at[slot])
+          plgpu.barrier_arrive(ds_filled)
+          plgpu.barrier_wait(ds_filled)
+
+          def product(dq):
+            for w in range(2):
+              plgpu.wgmma(dq, ds_smem.at[thread, w].transpose((1, 0)), rounded_k_smem.at[w])
+            return dq[...]
+
+          dq = pl.run_scoped(product, plgpu.ACC((ROWS, k_wide), f32))
+          plgpu.barrier_arrive(ds_freed)
+          free(number * _UNITS + 1)
+          wait_if(number > 0, dq_freed)
+          dq_smem[thread] = dq
+          plgpu.commit_smem()
+          plgpu.barrier_arrive(dq_filled)
 
         return visit_tile
 
       here = pl.ds(token, ROWS)
       plgpu.barrier_wait(k_filled)
       mine = plgpu.load(k_smem.at[thread, :, ours[0]], layout=WGMMA, optimized=False)
-      rounded_k_smem[thread] = mine.astype(v.dtype)
+      rounded_k_smem[thread] = mine.astype(half)
       plgpu.commit_smem()
       pull = plgpu.load(pull_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
       fold = plgpu.load(fold_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
-      end = [total_ref[half, b, kv, frame] for half in range(2)]
+      end = [total_ref[piece, b, kv, frame] for piece in range(2)]
 
       def near_weigh(slot, head, m, start, shape):
         at = pl.ds(start, ROWS)
@@ -205,104 +225,41 @@ def _backward(
         return jnp.exp2(exponent) * across(inverse, shape), None
 
       def far_weigh(slot, head, m, start, shape):
-        before = [total_ref[half, b, kv, lax.div(m, jnp.int32(in_frame)) - 1] for half in range(2)]
+        before = [total_ref[piece, b, kv, lax.div(m, jnp.int32(in_frame)) - 1] for piece in range(2)]
         discount = jnp.exp2(((before[0] - end[0]) + (before[1] - end[1])) * LOG2E)
         scale = plgpu.load(discounted_smem.at[slot], layout=WGMMA.reduce(0)) * discount
         return across(scale, shape), down(fold, shape)
 
       def gradients(dk, dv):
-        near_tiles(visit(near_weigh, dk, dv))
+        visit_tiles(0, near, visit(near_weigh, dk, dv))
         plgpu.barrier_arrive(k_freed)
         plgpu.barrier_wait(k_filled)
-        far_tiles(visit(far_weigh, dk, dv))
+        visit_tiles(near, near + far, visit(far_weigh, dk, dv))
         return dk[...], dv[...]
 
-      accumulators = plgpu.ACC((ROWS, k_wide), jnp.float32), plgpu.ACC((ROWS, v_wide), jnp.float32)
+      accumulators = plgpu.ACC((ROWS, k_wide), f32), plgpu.ACC((ROWS, v_wide), f32)
       dk, dv = pl.run_scoped(gradients, *accumulators)
-      for copy in range(copies):  # dQ is done with what dk and dv are about to overwrite
-        plgpu.barrier_wait(ds_freed.at[lax.rem((near + far) * _UNITS + copy, jnp.int32(copies))])
-      dk_smem[thread] = dk
+
+      plgpu.barrier_wait(dq_freed)
+      dq_smem[thread] = dk
+      plgpu.barrier_wait(ds_freed)
+      dv_smem[thread] = dv.astype(half)
       plgpu.commit_smem()
-      plgpu.copy_smem_to_gmem(dk_smem.at[thread], dk_ref.at[b, here, kv])
-      plgpu.wait_smem_to_gmem(0)
-      plgpu.barrier_arrive(dk_left)
-      plgpu.barrier_wait(dk_left)
-      dv_smem[thread] = dv.astype(v.dtype)
-      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(dq_smem.at[thread], dk_ref.at[b, here, kv])
       plgpu.copy_smem_to_gmem(dv_smem.at[thread], dv_ref.at[b, here, kv])
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
-    def add_dq():
-      plgpu.set_max_registers(64, action="decrease")
-
-      def pass_on(head, m):
-        plgpu.semaphore_signal(turns.at[b, head, m], 1, memory_scope="gpu")
-
-      def visit(number, head, m):
-        for unit in range(_UNITS):
-          visited = number * _UNITS + unit
-          copy = lax.rem(visited, jnp.int32(copies))
-          plgpu.barrier_wait(ds_filled.at[copy])
-
-          def product(dq, copy=copy):
-            for half in range(2):
-              plgpu.wgmma(dq, ds_smem.at[copy, half].transpose((1, 0)), rounded_k_smem.at[half])
-            return dq[...]
-
-          dq = pl.run_scoped(product, plgpu.ACC((ROWS, k_wide), jnp.float32))
-          plgpu.barrier_arrive(ds_freed.at[copy])
-          plgpu.wait_smem_to_gmem(_UNITS - 1, wait_read_only=True)
-          dq_smem[unit] = dq
-          plgpu.commit_smem()
-          at = pl.ds(m * TILE + unit * ROWS, ROWS)
-          if not ordered:
-            plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[n, b, at, head])
-          else:
-            if unit == 0:
-              plgpu.semaphore_wait(turns.at[b, head, m], m - n, decrement=False, memory_scope="gpu")
-
-            @pl.when(m == n)
-            def first(at=at, unit=unit):
-              plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[b, at, head])
-
-            @pl.when(m > n)
-            def later(at=at, unit=unit):
-              plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[b, at, head], reduction_op="add")
-
-      def visit_in_turn(start, stop):
-        """The turn for a tile is passed on while the next tile is on its way, when its own copies are complete."""
-
-        def visit_tile(number, head, m):
-          visit(number, head, m)
-
-          @pl.when(m > start)
-          def _():
-            plgpu.wait_smem_to_gmem(_UNITS)
-            pass_on(head, m - 1)
-
-          @pl.when(m == stop - 1)
-          def _():
-            plgpu.wait_smem_to_gmem(0)
-            pass_on(head, m)
-
-        return visit_tile
-
-      near_tiles(visit_in_turn(n, near_end) if ordered else visit)
-      far_tiles(visit_in_turn(near_end, far_end) if ordered else visit)
-      plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(thread == 3)
     def load():
-      plgpu.set_max_registers(32, action="decrease")
+      plgpu.set_max_registers(40, action="decrease")
 
       def load_keys(keys_ref):
-        for half in range(2):
-          at = pl.ds(n * TILE + half * ROWS, ROWS)
-          plgpu.copy_gmem_to_smem(keys_ref.at[b, at, kv], k_smem.at[half], k_filled)
-          plgpu.copy_gmem_to_smem(v_ref.at[b, at, kv], v_smem.at[half], k_filled)
+        for w in range(2):
+          at = pl.ds(n * TILE + w * ROWS, ROWS)
+          plgpu.copy_gmem_to_smem(keys_ref.at[b, at, kv], k_smem.at[w], k_filled)
+          plgpu.copy_gmem_to_smem(v_ref.at[b, at, kv], v_smem.at[w], k_filled)
 
-      def visit(number, head, m):
+      def load_queries(number, head, m):
         for unit in range(_UNITS):
           visited = number * _UNITS + unit
           slot, at = lax.rem(visited, jnp.int32(slots)), pl.ds(m * TILE + unit * ROWS, ROWS)
@@ -317,10 +274,10 @@ def _backward(
             plgpu.copy_gmem_to_smem(source, target.at[slot], q_filled.at[slot])
 
       load_keys(k_ref)
-      near_tiles(visit)
+      visit_tiles(0, near, load_queries)
       plgpu.barrier_wait(k_freed)
       load_keys(folded_ref)
-      far_tiles(visit)
+      visit_tiles(near, near + far, load_queries)
 
       def settle(visited, none):  # leave no arrival unseen
         plgpu.barrier_wait(q_freed.at[lax.rem(visited, jnp.int32(slots))])
@@ -329,7 +286,47 @@ def _backward(
       visits = (near + far) * _UNITS
       lax.fori_loop(jnp.maximum(visits - slots, 0), visits, settle, None)
 
-  f32, half = jnp.float32, v.dtype
+    @pl.when(thread == 3)
+    def add():
+      plgpu.set_max_registers(40, action="decrease")
+
+      def pass_on(number):
+        head, m = place(number)
+        plgpu.semaphore_signal(turns.at[b, head, m], 1, memory_scope="gpu")
+
+      def add_tile(number, head, m):
+        plgpu.barrier_wait(dq_filled)
+        if ordered:
+          plgpu.semaphore_wait(turns.at[b, head, m], m - n, decrement=False, memory_scope="gpu")
+        for unit in range(_UNITS):
+          at = pl.ds(m * TILE + unit * ROWS, ROWS)
+          if not ordered:
+            plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[n, b, at, head])
+            continue
+
+          @pl.when(m == n)
+          def _(unit=unit, at=at):
+            plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[b, at, head])
+
+          @pl.when(m > n)
+          def _(unit=unit, at=at):
+            plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[b, at, head], reduction_op="add")
+
+        if ordered:  # the turn is passed on when the copies of the tile before are complete
+
+          @pl.when(number > 0)
+          def _():
+            plgpu.wait_smem_to_gmem(_UNITS)
+            pass_on(number - 1)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(dq_freed)
+
+      visit_tiles(0, near + far, add_tile)
+      plgpu.wait_smem_to_gmem(0)
+      if ordered:
+        pass_on(near + far - 1)
+
   # The interpreter takes memory that is used twice for one thing, and would see races in it.
   one_after_another = plgpu.RefUnion if interpret is None else lambda *refs: refs
   scratch = [
@@ -341,17 +338,14 @@ def _backward(
     shared((slots, ROWS, value_dim), half),
     plgpu.SMEM((slots, ROWS), f32),
     plgpu.SMEM((slots, ROWS), f32),
-    one_after_another(
-      shared((copies, 2, ROWS, ROWS), half, k_wide), shared((2, ROWS, k_wide), f32), shared((2, ROWS, v_wide), half)
-    ),
+    one_after_another(shared((_UNITS, 2, ROWS, ROWS), half, k_wide), shared((2, ROWS, v_wide), half)),
     shared((_UNITS, ROWS, k_wide), f32),
     plgpu.Barrier(num_arrivals=4),
     plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=5, num_barriers=slots),
     plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-    plgpu.Barrier(num_arrivals=2, num_barriers=copies),
-    plgpu.Barrier(num_arrivals=1, num_barriers=copies),
-    plgpu.Barrier(num_arrivals=2),
+    *(plgpu.Barrier(num_arrivals=2),) * 3,
+    plgpu.Barrier(num_arrivals=1),
   ]
   if interpret is not None:
     scratch.append(shared((2, ROWS, ROWS), half))

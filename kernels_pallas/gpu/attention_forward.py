@@ -35,6 +35,7 @@ from kernels_pallas.gpu.tiles import (
   down,
   even_power,
   index,
+  place_in_grid,
   shared,
   varying_as,
   wait_if,
@@ -89,9 +90,9 @@ def forward(
     q_smem, k_smem, v_smem, y_smem, low_smem, normaliser_smem, *barriers = scratch
     q_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
-    i, row = (f(item, jnp.int32(batch * query_heads)) for f in (lax.div, lax.rem))
+    row, n = place_in_grid(item, batch * query_heads, tiles)
     b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
-    kv, first_token = lax.div(head, jnp.int32(group)), (tiles - 1 - i) * TILE
+    kv, first_token = lax.div(head, jnp.int32(group)), n * TILE
     frame = lax.div(first_token, jnp.int32(FRAME))
     # Blocks of keys: from `start`, from `near` on in the queries' own frame.
     start, near = first_ref[b, kv, frame] * blocks, frame * blocks

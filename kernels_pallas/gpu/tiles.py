@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 ROWS = 64  # a warpgroup's rows of a tile: the M of wgmma
 TILE = 2 * ROWS  # tokens of two warpgroups
 FRAME = 256  # tokens whose keys are discounted to a common end; time is padded to whole frames
+MULTIPROCESSORS = 132  # of an H100 or H200
 WGMMA = plgpu.Layout.WGMMA
 LOG2E = 1.4426950408889634
 SMALLEST = 1e-30  # a normaliser at or below this counts as 0
@@ -42,6 +43,19 @@ def varying_as(like: Array, tree: Any) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
   return jax.tree.map(mark, tree)
+
+
+def place_in_grid(item: Int[Array, ""], rows: int, tiles: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+  """(the sequence and head, the tile of tokens) of a block of the grid, last tiles first.
+
+  A row's tiles follow one another, and only as many rows take part at once as fill the chip: neighbours read the same
+  memory at about the same time, so that it stays in the cache.
+  """
+  fill = -(-MULTIPROCESSORS // tiles)
+  together = next(n for n in range(min(fill, rows), 0, -1) if rows % n == 0)
+  group, rest = (f(item, jnp.int32(tiles * together)) for f in (lax.div, lax.rem))
+  tile, row = (f(rest, jnp.int32(together)) for f in (lax.div, lax.rem))
+  return group * together + row, tiles - 1 - tile
 
 
 def across(x: Float[Array, "columns"], shape: tuple[int, int]) -> Float[Array, "rows columns"]:
