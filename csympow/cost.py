@@ -7,6 +7,7 @@ length, and near the crossing either will do. docs/forms.md derives the counts a
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -89,18 +90,30 @@ def platform() -> str:
 
 # The products' rate in the kernels of the attention form on an H200; benchmarks/attention.py measures it.
 _KERNEL_FLOPS = 4.5e14
+_KERNEL_CHUNK = 1024
 
 
 def choose(
-  shape: Shape, form: str, chunk_size: int | None, device: str, implementations: tuple[Implementation, ...] = ("xla",)
+  shape: Shape,
+  form: str,
+  chunk_size: int | None,
+  device: str,
+  implementations: dict[Implementation, tuple[Form, ...]] | None = None,
 ) -> Plan:
-  """The plan for `form`, or for "auto" the fastest of all that the allowed implementations have."""
+  """The plan for `form`, or for "auto" the fastest of all that the implementations have."""
   rates = DEVICES.get(device, DEVICES["cpu"])
-  planners = {"attention": _attention, "chunked": _chunked, "recurrent": _recurrent}
-  wanted = list(planners) if form == "auto" else [form]
-  plans = [planners[name](shape, chunk_size, rates) for name in wanted] if "xla" in implementations else []
-  if "pallas" in implementations and "attention" in wanted:
-    plans.append(_attention_kernels(shape, rates))
+  planners: dict[Implementation, dict[Form, Callable[[Shape, int | None, Device], Plan]]] = {
+    "xla": {"attention": _attention, "chunked": _chunked, "recurrent": _recurrent},
+    "pallas": {"attention": _attention_kernels, "chunked": _chunked_kernels},
+  }
+  if implementations is None:
+    implementations = {"xla": ("attention", "chunked", "recurrent")}
+  plans = [
+    planners[implementation][name](shape, chunk_size, rates)
+    for implementation, forms in implementations.items()
+    for name in forms
+    if form in ("auto", name)
+  ]
   return min(plans, key=lambda plan: plan.seconds)
 
 
@@ -121,7 +134,8 @@ def _attention(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   return _plan("attention", (length, block, tile), flops, traffic, steps, device)
 
 
-def _attention_kernels(shape: Shape, device: Device) -> Plan:
+def _attention_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
+  del chunk_size  # blocks have a size of their own
   length = _round_up(shape.time, FRAME)
   tile, (flops, _, _) = _tile(shape, length), _scores(shape, length, TILE)
   seconds = flops / _KERNEL_FLOPS + 30 * device.latency  # some thirty small programs surround the kernel
@@ -131,6 +145,19 @@ def _attention_kernels(shape: Shape, device: Device) -> Plan:
     seconds += more_flops / device.flops + more_traffic / device.bandwidth + steps * device.latency
     flops, traffic = flops + more_flops, traffic + more_traffic
   return Plan("attention", length, TILE, tile, flops, traffic, seconds, "pallas")
+
+
+def _chunked_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
+  """P = 2. States are products of all pairs of coordinates of heads of 64."""
+  chunk = min(chunk_size or _KERNEL_CHUNK, _round_up(shape.time, FRAME))
+  length, products = _round_up(shape.time, chunk), 64 * 64
+  inside, _, _ = _scores(shape, chunk, TILE)
+  state = 2 * shape.batch * length * (shape.query_heads + shape.heads) * products * 64
+  flops = length // chunk * inside + state
+  traffic = 2 * shape.batch * length * (shape.query_heads + shape.heads) * (shape.head_dim + shape.value_dim)
+  traffic += 4 * shape.batch * shape.heads * length // chunk * products * 64
+  seconds = flops / _KERNEL_FLOPS + traffic / device.bandwidth + 100 * device.latency
+  return Plan("chunked", chunk, TILE, chunk, flops, traffic, seconds, "pallas")
 
 
 def _chunked(shape: Shape, chunk_size: int | None, device: Device) -> Plan:

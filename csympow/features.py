@@ -65,6 +65,12 @@ def _multisets(d: int, size: int) -> _Multisets:
   return _Multisets(first, rest, smaller.weight[rest] * np.sqrt(size / multiplicity))
 
 
+def pairs(d: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Of each feature at p = 2: its two indices, and its weight."""
+  table = _multisets(d, 2)
+  return table.first, table.rest, table.weight
+
+
 @functools.lru_cache(maxsize=16)
 def _derivative_table(d: int, power: int) -> tuple[np.ndarray, np.ndarray]:
   """For each multiset r of power - 1 indices and each index a: where r + {a} stands, its derivative by x_a over x^r.

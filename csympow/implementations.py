@@ -6,6 +6,7 @@ import jax
 from jax.typing import DTypeLike
 
 from csympow import cost
+from kernels_pallas.gpu.tiles import FRAME
 
 _WIDTHS = (32, 64, 128)
 _DTYPES = ("bfloat16", "float16")
@@ -13,33 +14,50 @@ _DTYPES = ("bfloat16", "float16")
 
 def allowed(
   shape: cost.Shape, dtype: DTypeLike, form: str, chunk_size: int | None, asked: str | None, device: str
-) -> tuple[cost.Implementation, ...]:
-  """The implementations to choose from; an asked one that cannot be had raises NotImplementedError that says why."""
+) -> dict[cost.Implementation, tuple[cost.Form, ...]]:
+  """The implementations to choose from, and the forms that each has for this call.
+
+  An asked one that cannot be had raises NotImplementedError that says why.
+  """
+  forms: tuple[cost.Form, ...] = ("attention", "chunked", "recurrent")
+  wanted = tuple(name for name in forms if form in ("auto", name))
   if asked == "xla":
-    return ("xla",)
-  refusal = _why_no_kernel(shape, dtype, form, chunk_size, device)
+    return {"xla": wanted}
+  refusals = {name: _why_no_kernel(shape, dtype, name, chunk_size, device) for name in wanted}
+  served = tuple(name for name in wanted if refusals[name] is None)
   if asked == "pallas":
-    if refusal is not None:
+    if not served:
+      refusal = refusals[wanted[0]]
       raise NotImplementedError(f"implementation='pallas' {refusal}; implementation='xla' or None runs everywhere")
-    return ("pallas",)
-  return ("xla",) if refusal is not None else ("xla", "pallas")
+    return {"pallas": served}
+  return {"xla": wanted, "pallas": served} if served else {"xla": wanted}
 
 
-def _why_no_kernel(shape: cost.Shape, dtype: DTypeLike, form: str, chunk_size: int | None, device: str) -> str | None:
+def _why_no_kernel(
+  shape: cost.Shape, dtype: DTypeLike, form: cost.Form, chunk_size: int | None, device: str
+) -> str | None:
   """Why no Pallas kernel can serve a call, or None where one can."""
-  if form not in ("auto", "attention"):
-    return f"has no kernel for form={form!r} yet, only for 'attention'"
+  if form == "recurrent":
+    return "has no kernel for form='recurrent', only for 'attention' and 'chunked'"
   if device != "gpu":
     return f"has kernels for NVIDIA Hopper GPUs, and this call is for a {device}"
-  if chunk_size is not None:
-    return f"has kernels with blocks of their own size, got chunk_size={chunk_size}"
   if (dtype_name := jax.dtypes.canonicalize_dtype(dtype).name) not in _DTYPES:
     return f"has kernels for {' and '.join(_DTYPES)}, got {dtype_name}"
   wide = (shape.head_dim, shape.value_dim)
   if not set(wide) <= set(_WIDTHS):
     return f"has kernels for head dims d and dv of 32, 64 and 128, got d={wide[0]} and dv={wide[1]}"
-  if shape.needs_state and max(wide) > 64 and wide[0] != wide[1]:
-    return f"has kernels with a state for d = dv or both at most 64, got d={wide[0]} and dv={wide[1]}"
+  if form == "attention":
+    if chunk_size is not None:
+      return f"has kernels with blocks of their own size, got chunk_size={chunk_size}"
+    if shape.needs_state and max(wide) > 64 and wide[0] != wide[1]:
+      return f"has kernels with a state for d = dv or both at most 64, got d={wide[0]} and dv={wide[1]}"
+  else:
+    if shape.power != 2:
+      return f"has kernels for form='chunked' at power=2, got power={shape.power}"
+    if max(wide) > 64:
+      return f"has kernels for form='chunked' with d and dv at most 64, got d={wide[0]} and dv={wide[1]}"
+    if chunk_size is not None and chunk_size % FRAME:
+      return f"has kernels for form='chunked' with a chunk_size of whole {FRAME}s, got chunk_size={chunk_size}"
   if not _hopper():
     return "has kernels for NVIDIA Hopper GPUs (compute capability 9.0), and this is another"
   return None

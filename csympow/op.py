@@ -14,7 +14,7 @@ from csympow import cost, implementations, rotation, validation
 from csympow.checks import validated
 from csympow.cost import Implementation
 from csympow.features import feature_dim
-from csympow.forms import chunked, fused, recurrent
+from csympow.forms import chunked, fused, fused_chunked, recurrent
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.gates import effective_log_gate
@@ -69,7 +69,7 @@ def attention(
     form: "attention" (quadratic), "chunked" (linear), "recurrent" (token by token), or "auto" for the cheapest; see
       `explain`.
     chunk_size: tokens in a chunk, in the attention form in a block of keys, in the recurrent form between the states
-      kept for the backward pass; None to choose. Kernels have block sizes of their own, and are not taken with one.
+      kept for the backward pass; None to choose. The attention kernels have a block size of their own.
     implementation: "xla", "pallas", or None for the fastest that this call can have.
 
   Returns:
@@ -183,7 +183,7 @@ def explain(
   shape = _shape(q, k, v, power, needs_state=state is not None)
   allowed = implementations.allowed(shape, q.dtype, form, chunk_size, implementation, device)
   plan = cost.choose(shape, form, chunk_size, device, allowed)
-  if allowed == ("pallas",):
+  if "xla" not in allowed:
     reason = f"implementation='pallas' was asked for; estimated forward time on {device}: {plan.seconds * 1e3:.3g} ms"
   elif form == "auto":
     others = [cost.choose(shape, other, chunk_size, device) for other in validation.FORMS[1:] if other != plan.form]
@@ -345,6 +345,9 @@ def _attend(
   memory: Memory | None
   if form == "recurrent":
     y, memory = recurrent.attend(queries, keys, values, gates, x.memory, settings.power, settings.chunk)
+  elif kernels and form == "chunked":
+    twist = x.twist if x.twist is None else jnp.pad(x.twist, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    y, memory = fused_chunked.attend(queries, keys, values, gates, twist, x.memory, settings, q.dtype, return_state)
   elif kernels:
     queries, keys, values = _equally_wide(queries, keys, values)
     twist = x.twist

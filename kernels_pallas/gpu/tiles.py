@@ -4,6 +4,7 @@ Every kernel has warpgroups that compute and one that loads. The loader fills a 
 tell that a slot's copies have arrived, `freed` barriers that all its readers are done.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,12 +59,12 @@ def place_in_grid(item: Int[Array, ""], rows: int, tiles: int) -> tuple[Int[Arra
   return group * together + row, tiles - 1 - tile
 
 
-def across(x: Float[Array, "columns"], shape: tuple[int, int]) -> Float[Array, "rows columns"]:
+def across(x: Float[Array, "columns"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
   """A vector over columns, repeated for every row."""
   return lax.broadcast_in_dim(x, shape, [1])
 
 
-def down(x: Float[Array, "rows"], shape: tuple[int, int]) -> Float[Array, "rows columns"]:
+def down(x: Float[Array, "rows"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
   """A vector over rows, repeated for every column."""
   return lax.broadcast_in_dim(x, shape, [0])
 
@@ -90,6 +91,19 @@ def slope(
   for _ in range(power // 2 - 1):
     result = result * (s * s)
   return result
+
+
+def accumulate(add: Callable[..., None], initial: tuple[Array, ...], interpret: Any) -> tuple[Array, ...]:
+  """Runs `add` on accumulators of wgmma that begin with `initial`; returns what they hold in the end."""
+  if interpret is None:
+    return pl.run_state(lambda refs: add(*refs))(tuple(map(plgpu.ACC.init, initial)))
+
+  def from_nothing(*sums: Any) -> tuple[Array, ...]:  # the interpreter begins with zeros only
+    add(*sums)
+    return tuple(x[...] for x in sums)
+
+  added = pl.run_scoped(from_nothing, *(plgpu.ACC((x.shape[0], x.shape[1]), x.dtype) for x in initial))
+  return tuple(map(jnp.add, initial, added))
 
 
 def wait_if(condition: Bool[Array, ""], barrier: Any) -> None:

@@ -1,0 +1,330 @@
+"""The chunked form by Pallas kernels, p = 2: the same function as `chunked.attend`, for NVIDIA Hopper.
+
+    y_i = (inside chunk + b_i sum_a q_ia S[a] q_i) / (inside chunk + b_i q_i . Z q_i)
+    S[a] <- b S[a] + sum_j b_j k_ja v_j k_j^T            Z <- b Z + sum_j b_j k_j k_j^T
+
+Here a state is not a vector of features but all products of two coordinates: a matrix dv x d for each coordinate a.
+Attention inside chunks, states, and what is read of them are kernels. Z is XLA's, in float32: the normaliser is a sum
+with cancellation.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, BFloat16, Bool, Float
+
+from csympow.features import pairs
+from csympow.forms import near
+from csympow.forms.memory import Memory
+from csympow.forms.spans import Settings, exact_product, for_each
+from csympow.prefix import Total, prefix_sum
+from kernels_pallas.gpu import attention_forward, state_read, state_write
+
+WIDTH = 64  # of heads, in the kernels; narrower ones are filled up with zeros
+
+
+class Full(NamedTuple):
+  """A state as products of two coordinates."""
+
+  S: Float[Array, "B H d dv d"]
+  Z: Float[Array, "B H d d"]
+
+
+class _Folded(NamedTuple):
+  """What enters states and reads them, in the kernels' scale. `x` are discounted and stand heads first, time last."""
+
+  q: Float[Array, "B n t H g d"]
+  k: Float[Array, "B n t H d"]
+  since_start: Float[Array, "B n t H"]
+  until_end: Float[Array, "B n t H"]
+  across: Float[Array, "B H n"]
+  q_x: BFloat16[Array, "B Hq d T"]
+  k_x: BFloat16[Array, "B H d T"]
+  q_rounded: BFloat16[Array, "B T Hq d"]
+  k_rounded: BFloat16[Array, "B T H d"]
+
+
+class _Saved(NamedTuple):
+  """What the backward pass needs."""
+
+  operands: near.Operands
+  G: Total
+  twist: Float[Array, "B T H r"] | None
+  initial: Full | None
+  found: BFloat16[Array, "B H n d dv d"]  # the S that each chunk finds
+  Z: Float[Array, "B H n d d"]  # and its Z
+  final: Full | None
+  y: Float[Array, "B T Hq dv"]
+  normaliser: Float[Array, "B Hq T"]
+  heard: Bool[Array, "B n t H g"]  # not drowned by rounding: see memory.without_noise
+
+
+def attend(
+  q: Float[Array, "B T H g d"],
+  k: Float[Array, "B T H d"],
+  v: Float[Array, "B T H dv"],
+  log_gate: Float[Array, "B T H"],
+  twist: Float[Array, "B T H r"] | None,
+  memory: Memory | None,
+  settings: Settings,
+  dtype: DTypeLike,
+  return_memory: bool,
+) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
+  """`chunked.attend` with y in `dtype`. Chunks are whole frames, d and dv at most 64, and `twist` as in `fused`."""
+  head_dim, value_dim = k.shape[-1], v.shape[-1]
+  q, k, v = (_widened(a, WIDTH) for a in (q, k, v))
+  twist = None if twist is None else _widened(twist, WIDTH // 2)
+  full = None if memory is None else _full(memory, head_dim)
+  y, full = _attend(q, k, v, log_gate, twist, full, settings, dtype, return_memory)
+  return y[..., :value_dim], None if full is None else _features(full, head_dim, value_dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _attend(
+  q: Float[Array, "B T H g d"],
+  k: Float[Array, "B T H d"],
+  v: Float[Array, "B T H dv"],
+  log_gate: Float[Array, "B T H"],
+  twist: Float[Array, "B T H r"] | None,
+  initial: Full | None,
+  settings: Settings,
+  dtype: DTypeLike,
+  return_final: bool,
+) -> tuple[Float[Array, "B T H g dv"], Full | None]:
+  return _forward(q, k, v, log_gate, twist, initial, settings, dtype, return_final)[0]
+
+
+def _forward(
+  q: Float[Array, "B T H g d"],
+  k: Float[Array, "B T H d"],
+  v: Float[Array, "B T H dv"],
+  log_gate: Float[Array, "B T H"],
+  twist: Float[Array, "B T H r"] | None,
+  initial: Full | None,
+  settings: Settings,
+  dtype: DTypeLike,
+  return_final: bool,
+) -> tuple[tuple[Float[Array, "B T H g dv"], Full | None], _Saved]:
+  power, interpret = settings.power, settings.interpret
+  G = lax.optimization_barrier(prefix_sum(log_gate))
+  x = near.operands(q, k, v, G, power, settings.chunk)
+  inside = attention_forward.forward(
+    x.q, x.keys, x.v, power=power, dtype=jnp.float32, save_low=False, interpret=interpret
+  )
+  scale = near.power_of_two(power * x.top)[..., None]  # of weights
+  if initial is not None:
+    initial = Full(initial.S / scale[..., None], initial.Z / scale)
+  f = _folded(x, G, settings.chunk)
+  S = state_write.write(
+    f.k_x, _time_last(x.v), f.k_rounded, f.across, None if initial is None else initial.S, interpret=interpret
+  )
+  added = exact_product("bnthd,bnthe->bhnde", f.k * f.until_end[..., None], f.k)
+  Z, final_Z = _scan(added, f.across, None if initial is None else initial.Z)
+
+  far = state_read.read(f.q_x, f.q_rounded, S.found, by_key=True, interpret=interpret)
+  far_weight = jnp.sum(exact_product("bnthgd,bhnde->bnthge", f.q, Z) * f.q, axis=-1) * f.since_start[..., None]
+  heard = far_weight >= 0
+  far_weight = _heads_first(jnp.where(heard, far_weight, 0.0))
+  normaliser = inside.normaliser + far_weight
+  far = jnp.where(heard.reshape(*far.shape[:-1], 1), far, 0.0)
+  y = (inside.high * _rows(inside.normaliser) + far) * _rows(near.inverse_of(normaliser))
+  final = Full(S.final, final_Z) if return_final else None
+  saved = _Saved(x, G, twist, initial, S.found, Z, final, y, normaliser, heard)
+  result = None if final is None else Full(final.S * scale[..., None], final.Z * scale)
+  return (y.reshape(*q.shape[:-1], -1).astype(dtype), result), saved
+
+
+def _backward(
+  settings: Settings,
+  dtype: DTypeLike,
+  return_final: bool,
+  saved: _Saved,
+  cotangents: tuple[Float[Array, "B T H g dv"], Full | None],
+) -> tuple[Array, Array, Array, Array, Array | None, Full | None]:
+  del return_final
+  (dy, dfinal), x, interpret = cotangents, saved.operands, settings.interpret
+  inside = near.backward(x, saved.y, saved.normaliser, dy, settings.power, interpret)
+  f = _folded(x, saved.G, settings.chunk)
+  scale = near.power_of_two(settings.power * x.top)[..., None]
+  if dfinal is not None:
+    dfinal = Full(_symmetric(dfinal.S) * scale[..., None], _symmetric(dfinal.Z) * scale)
+
+  # Of the sums: the numerator's, and that of the normaliser.
+  dy = near.rounded(dy.reshape(saved.y.shape), near.BFLOAT16) * _rows(near.inverse_of(saved.normaliser))
+  dy = jnp.where(saved.heard.reshape(*dy.shape[:-1], 1), dy, 0.0)
+  dnormaliser = -jnp.sum(dy * saved.y, axis=-1).reshape(saved.heard.shape) * f.since_start[..., None]
+  rounded_dy = dy.astype(jnp.bfloat16)
+
+  dS = state_write.write(
+    f.q_x,
+    _time_last(rounded_dy),
+    f.q_rounded,
+    f.across,
+    None if dfinal is None else dfinal.S,
+    reverse=True,
+    interpret=interpret,
+  )
+  added = exact_product("bnthgd,bnthge->bhnde", f.q * dnormaliser[..., None], f.q)
+  dZ, dinitial_Z = _scan(added, f.across, None if dfinal is None else dfinal.Z, reverse=True)
+
+  dq = state_read.read(f.q_x, rounded_dy, saved.found, by_key=False, interpret=interpret).reshape(f.q.shape)
+  dk = state_read.read(f.k_x, x.v, dS.found, by_key=False, interpret=interpret).reshape(f.k.shape)
+  dv = state_read.read(f.k_x, f.k_rounded, dS.found, by_key=True, interpret=interpret)
+  dq = 2 * (dq + dnormaliser[..., None] * exact_product("bnthgd,bhnde->bnthge", f.q, saved.Z))
+  dk = 2 * (dk + f.until_end[..., None] * exact_product("bnthd,bhnde->bnthe", f.k, dZ))
+
+  pulls, torques = _at_ends(saved, dS.found, dZ, dfinal, Full(dS.final, dinitial_Z))
+  far_G = (jnp.sum(f.q * dq, axis=(-2, -1)) - jnp.sum(f.k * dk, axis=-1)) / 2
+  dG = _anchored(inside.G.reshape(far_G.shape) + far_G, -pulls)
+  dlog_gate = prefix_sum(dG, reverse=True).hi + pulls[:, -1:]
+  dtwist = None
+  if saved.twist is not None:
+    far_twist = near.torque(f.q, dq) + near.torque(f.k[..., None, :], dk[..., None, :])
+    dtwist = _anchored(inside.twist.reshape(far_twist.shape) + far_twist, torques)
+
+  shape = inside.q.shape
+  dq = (inside.q + dq.reshape(shape)) * near.power_of_two(-x.q_exponent)
+  to_top = near.power_of_two(-x.top)[:, None]
+  dk = inside.k * near.power_of_two(-x.exponent) + dk.reshape(inside.k.shape) * to_top
+  dinitial = None if saved.initial is None else Full(dS.final / scale[..., None], dinitial_Z / scale)
+  return dq, dk, inside.v + dv.reshape(inside.v.shape), dlog_gate, dtwist, dinitial
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _folded(x: near.Operands, G: Total, chunk: int) -> _Folded:
+  batch, time, heads, group = x.q_exponent.shape
+  G = Total(*(a.reshape(batch, -1, chunk, heads) for a in G))
+  end = Total(*(a[:, :, -1:] for a in G))
+  before = Total(*(jnp.concatenate([jnp.zeros_like(a[:, :1]), a[:, :-1]], axis=1) for a in end))
+  since_start, until_end = jnp.exp(G - before), jnp.exp(end - G)
+  lead = since_start.shape
+  q = x.q.astype(jnp.float32).reshape(*lead, group, -1)
+  k = (x.keys.plain * near.power_of_two(x.exponent - x.top[:, None])).reshape(*lead, -1)
+
+  def together(a: Array) -> Array:
+    return a.reshape(batch, time, -1, a.shape[-1]).astype(jnp.bfloat16)
+
+  return _Folded(
+    q=q,
+    k=k,
+    since_start=since_start,
+    until_end=until_end,
+    across=jnp.moveaxis(jnp.exp(end - before)[:, :, 0], 1, 2),
+    q_x=_time_last(together(q * since_start[..., None, None])),
+    k_x=_time_last(together(k * until_end[..., None])),
+    q_rounded=together(q),
+    k_rounded=together(k),
+  )
+
+
+def _scan(
+  added: Float[Array, "B H n d d"],
+  across: Float[Array, "B H n"],
+  initial: Float[Array, "B H d d"] | None,
+  reverse: bool = False,
+) -> tuple[Float[Array, "B H n d d"], Float[Array, "B H d d"]]:
+  """What each chunk finds, and what is there in the end, of Z <- across Z + added."""
+
+  def after(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    return first[0] * second[0], first[1] * second[0] + second[1]
+
+  if reverse:
+    added, across = added[:, :, ::-1], across[:, :, ::-1]
+  start = jnp.zeros_like(added[:, :, :1]) if initial is None else initial[:, :, None]
+  across = across[..., None, None]
+  steps = jnp.concatenate([jnp.ones_like(across[:, :, :1]), across], axis=2), jnp.concatenate([start, added], axis=2)
+  _, Z = lax.associative_scan(after, steps, axis=2)
+  found, final = Z[:, :, :-1], Z[:, :, -1]
+  return found[:, :, ::-1] if reverse else found, final
+
+
+def _at_ends(
+  saved: _Saved,
+  dS: BFloat16[Array, "B H n d dv d"],
+  dZ: Float[Array, "B H n d d"],
+  dfinal: Full | None,
+  dinitial: Full,
+) -> tuple[Float[Array, "B ends H"], Float[Array, "B ends H r"]]:
+  """How strongly the state between two chunks, before the first and after the last is pulled, and turned.
+
+  The inner product of the state and its cotangent, which all gates before it and after it share, and the same with the
+  state rotated by the turns of each pair of coordinates.
+  """
+
+  def between(a: Array, b: Array) -> tuple[Array, Array]:
+    even, odd = (tuple(x[:, :, :, n::2].astype(jnp.float32) for x in (a, b)) for n in range(2))
+    rest = tuple(range(4, a.ndim))
+    pull = jnp.sum(even[0] * even[1] + odd[0] * odd[1], axis=(3, *rest))
+    return pull, 4 * jnp.pi * jnp.sum(even[0] * odd[1] - odd[0] * even[1], axis=rest)
+
+  def ends(state: Full, dstate: Full) -> tuple[Array, Array]:
+    return for_each(jnp.add, *(between(a, b) for a, b in zip(state, dstate, strict=True)))
+
+  def one(x: Full) -> Full:
+    return for_each(lambda a: a[:, :, None], x)
+
+  found = ends(Full(saved.found[:, :, 1:], saved.Z[:, :, 1:]), Full(dS[:, :, :-1], dZ[:, :, :-1]))
+  none = jnp.zeros_like(dinitial.Z[:, :, :1, 0]), jnp.zeros_like(dinitial.Z[:, :, :1, : WIDTH // 2])
+  first = none if saved.initial is None else ends(one(saved.initial), one(dinitial))
+  last = none if dfinal is None or saved.final is None else ends(one(saved.final), one(dfinal))
+  pulls, torques = (jnp.concatenate(parts, axis=2) for parts in zip(first, found, last, strict=True))
+  return jnp.moveaxis(pulls, 1, 2), jnp.moveaxis(torques, 1, 2)
+
+
+def _anchored(x: Float[Array, "B n t H *r"], ends: Float[Array, "B ends H *r"]) -> Float[Array, "B T H *r"]:
+  """X such that its sum over a chunk is the difference of the `ends`, exactly.
+
+  Sums over many chunks then keep no rounding but that of their last.
+  """
+  missing = (ends[:, 1:] - ends[:, :-1]) - jnp.sum(x, axis=2)
+  x = x.at[:, :, 0].add(missing)
+  return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _full(memory: Memory, head_dim: int) -> Full:
+  first, second, weight = pairs(head_dim)
+  place = jnp.zeros((head_dim, head_dim), jnp.int32).at[first, second].set(jnp.arange(len(first)))
+  place = jnp.maximum(place, place.T)
+
+  def products(x: Float[Array, "B H D c"]) -> Float[Array, "B H d d c"]:
+    x = (x / weight.astype(x.dtype)[:, None])[:, :, place]
+    return jnp.pad(x, ((0, 0), (0, 0), *((0, WIDTH - head_dim),) * 2, (0, 0)))
+
+  return Full(jnp.swapaxes(_widened(products(memory.S), WIDTH), -1, -2), products(memory.Z)[..., 0])
+
+
+def _features(full: Full, head_dim: int, value_dim: int) -> Memory:
+  """The inverse of `_full`."""
+  first, second, weight = pairs(head_dim)
+
+  def features(x: Float[Array, "B H d d c"]) -> Float[Array, "B H D c"]:
+    return x[:, :, first, second] * weight.astype(x.dtype)[:, None]
+
+  return Memory(features(jnp.swapaxes(full.S, -1, -2))[..., :value_dim], features(full.Z[..., None]))
+
+
+def _symmetric(x: Float[Array, "B H d *dv d"]) -> Float[Array, "B H d *dv d"]:
+  return (x + jnp.swapaxes(x, 2, -1)) / 2
+
+
+def _widened(x: Float[Array, "*lead d"], width: int) -> Float[Array, "*lead width"]:
+  return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))
+
+
+def _time_last(x: Float[Array, "B T H d"]) -> Float[Array, "B H d T"]:
+  return jnp.transpose(x, (0, 2, 3, 1))
+
+
+def _heads_first(x: Float[Array, "B n t H g"]) -> Float[Array, "B Hq T"]:
+  batch, count, time, heads, group = x.shape
+  return jnp.moveaxis(x.reshape(batch, count * time, heads * group), 1, 2)
+
+
+def _rows(x: Float[Array, "B Hq T"]) -> Float[Array, "B T Hq 1"]:
+  return jnp.moveaxis(x, 1, 2)[..., None]

@@ -1,0 +1,188 @@
+"""Keys and values into states on Hopper, p = 2: every chunk's state, and the scan over them, in one kernel.
+
+    S[a] <- decay S[a] + sum_j (x_ja v_j)^T k_j         one matrix dv x d for each coordinate a of the key
+
+A block of the grid owns a few coordinates a of one head and walks the chunks in order, so that a state never leaves the
+registers but to be written, once, before its chunk begins. Features are not expanded: v^T times one row of x, in
+registers, is the left operand.
+
+    warpgroups 0, 1   some coordinates each
+    warpgroup 2       loads
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, BFloat16, Float
+
+from kernels_pallas.gpu.tiles import MULTIPROCESSORS, ROWS, WGMMA, accumulate, across, shared, varying_as, wait_if
+
+_SLOTS = 6
+
+
+class States(NamedTuple):
+  """The state that each chunk finds, and the last one."""
+
+  found: BFloat16[Array, "B H n d dv d"]
+  final: Float[Array, "B H d dv d"]
+
+
+def write(
+  x: BFloat16[Array, "B Hq d T"],
+  v: BFloat16[Array, "B Hq dv T"],
+  k: BFloat16[Array, "B T Hq d"],
+  decay: Float[Array, "B H n"],
+  initial: Float[Array, "B H d dv d"] | None,
+  *,
+  reverse: bool = False,
+  interpret: Any = None,
+) -> States:
+  """Scans over the chunks, from the last to the first if `reverse`; several heads may share a state.
+
+  The discount until the chunk is left is in `x`.
+  """
+  batch, all_heads, head_dim, time = x.shape
+  heads, count = decay.shape[1:]
+  value_dim, group, blocks = v.shape[2], all_heads // heads, time // count // ROWS  # blocks of tokens in a chunk
+  each = _coordinates(batch * heads, head_dim)
+  visits, slices = group * blocks, -(-head_dim // (2 * each))
+
+  def kernel(x_ref, v_ref, k_ref, decay_ref, *more):
+    (initial_ref, more) = (more[0], more[1:]) if initial is not None else (None, more)
+    found_ref, final_ref, x_smem, v_smem, k_smem, s_smem, filled, freed, *staging = more
+    item, thread = lax.axis_index("block"), lax.axis_index("thread")
+    row, part = (f(item, jnp.int32(slices)) for f in (lax.div, lax.rem))
+    b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
+    first = part * 2 * each
+
+    def chunk_of(i):
+      return count - 1 - i if reverse else i
+
+    @pl.when(thread < 2)
+    def compute():
+      plgpu.set_max_registers(232, action="increase")
+      mine = first + thread * each
+
+      def store(states, target):
+        """Leaves a copy of the states in memory."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for n in range(each):
+          s_smem[thread, n] = states[n].astype(s_smem.dtype)
+        plgpu.commit_smem()
+        for n in range(each):
+
+          @pl.when(mine + n < head_dim)
+          def _(n=n):
+            plgpu.copy_smem_to_gmem(s_smem.at[thread, n], target(mine + n))
+
+      def advance(i, states):
+        c = chunk_of(i)
+        store(states, lambda a: found_ref.at[b, head, c, a])
+        decayed = tuple(state * decay_ref[b, head, c] for state in states)
+
+        def add(*sums):
+          def visit(n, none):
+            visited = i * visits + n
+            slot = lax.rem(visited, jnp.int32(_SLOTS))
+            plgpu.barrier_wait(filled.at[slot])
+            values = plgpu.load(v_smem.at[slot], layout=WGMMA, optimized=False)
+            for m in range(each):
+              along = plgpu.load(x_smem.at[slot, thread * each + m], layout=WGMMA.reduce(0), optimized=False)
+              left = values * across(along, values.shape)
+              if staging:  # the interpreter's wgmma takes no operand from registers
+                staging[0][thread] = left
+                plgpu.commit_smem()
+                plgpu.wgmma(sums[m], staging[0].at[thread], k_smem.at[slot])
+                plgpu.wgmma_wait(0)
+              else:
+                plgpu.wgmma(sums[m], left, k_smem.at[slot])
+
+            plgpu.wgmma_wait(0)  # for all: ptxas gives the registers of left operands to the next block's
+            plgpu.barrier_arrive(freed.at[slot])
+            return none
+
+          lax.fori_loop(0, visits, visit, None)
+
+        return accumulate(add, decayed, interpret)
+
+      if initial_ref is None:
+        zeros = plgpu.layout_cast(jnp.zeros((value_dim, head_dim), jnp.float32), WGMMA)
+        states = (zeros,) * each
+      else:
+        states = tuple(
+          plgpu.load(initial_ref.at[b, head, jnp.minimum(mine + n, head_dim - 1)], layout=WGMMA, optimized=False)
+          for n in range(each)
+        )
+      states = lax.fori_loop(0, count, advance, states)
+      for n in range(each):
+
+        @pl.when(mine + n < head_dim)
+        def _(n=n):
+          final_ref[b, head, mine + n] = states[n]
+
+      plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(thread == 2)
+    def load():
+      plgpu.set_max_registers(40, action="decrease")
+
+      def copy(visited, none):
+        slot = lax.rem(visited, jnp.int32(_SLOTS))
+        c, n = chunk_of(lax.div(visited, jnp.int32(visits))), lax.rem(visited, jnp.int32(visits))
+        source = head * group + lax.div(n, jnp.int32(blocks))
+        at = pl.ds((c * blocks + lax.rem(n, jnp.int32(blocks))) * ROWS, ROWS)
+        wait_if(visited >= _SLOTS, freed.at[slot])
+        rows = pl.ds(first, 2 * each)
+        plgpu.copy_gmem_to_smem(x_ref.at[b, source, rows, at], x_smem.at[slot], filled.at[slot])
+        plgpu.copy_gmem_to_smem(v_ref.at[b, source, :, at], v_smem.at[slot], filled.at[slot])
+        plgpu.copy_gmem_to_smem(k_ref.at[b, at, source], k_smem.at[slot], filled.at[slot])
+        return none
+
+      total = count * visits
+      lax.fori_loop(0, total, copy, None)
+
+      def settle(visited, none):  # leave no arrival unseen
+        plgpu.barrier_wait(freed.at[lax.rem(visited, jnp.int32(_SLOTS))])
+        return none
+
+      lax.fori_loop(max(0, total - _SLOTS), total, settle, None)
+
+  scratch = [
+    plgpu.SMEM((_SLOTS, 2 * each, ROWS), x.dtype),
+    shared((_SLOTS, value_dim, ROWS), v.dtype),
+    shared((_SLOTS, ROWS, head_dim), k.dtype),
+    shared((2, each, value_dim, head_dim), k.dtype),
+    plgpu.Barrier(num_arrivals=3, num_barriers=_SLOTS),
+    plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
+    *((shared((2, value_dim, ROWS), v.dtype),) if interpret is not None else ()),
+  ]
+  shape = (head_dim, value_dim, head_dim)
+  results = plgpu.kernel(
+    kernel,
+    out_type=[
+      jax.ShapeDtypeStruct((batch, heads, count, *shape), k.dtype),
+      jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32),
+    ],
+    scratch_types=scratch,
+    grid=(batch * heads * slices,),
+    grid_names=("block",),
+    num_threads=3,
+    thread_name="thread",
+    compiler_params=plgpu.CompilerParams(approx_math=True),
+    interpret=interpret,
+    kernel_name="state_write",
+  )(x, v, k, decay, *(() if initial is None else (initial,)))
+  return States(*varying_as(x, results))
+
+
+def _coordinates(rows: int, head_dim: int) -> int:
+  """How many coordinates a warpgroup owns: those with which the chip is done first."""
+
+  def rounds(each: int) -> int:
+    return -(-rows * -(-head_dim // (2 * each)) // MULTIPROCESSORS) * each
+
+  return min((4, 3, 2), key=rounds)
