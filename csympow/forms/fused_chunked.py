@@ -4,8 +4,7 @@
     S[a] <- b S[a] + sum_j b_j k_ja v_j k_j^T            Z <- b Z + sum_j b_j k_j k_j^T
 
 Here a state is not a vector of features but all products of two coordinates: a matrix dv x d for each coordinate a.
-Attention inside chunks, states, and what is read of them are kernels. Z is XLA's, in float32: the normaliser is a sum
-with cancellation.
+Attention inside chunks, states, and what is read of them are kernels; Z, which is small, is XLA's.
 """
 
 import functools
@@ -20,7 +19,7 @@ from jaxtyping import Array, BFloat16, Bool, Float
 from csympow.features import pairs
 from csympow.forms import near
 from csympow.forms.memory import Memory
-from csympow.forms.spans import Settings, exact_product, for_each
+from csympow.forms.spans import Settings, for_each
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import attention_forward, state_read, state_write
 
@@ -60,7 +59,7 @@ class _Saved(NamedTuple):
   final: Full | None
   y: Float[Array, "B T Hq dv"]
   normaliser: Float[Array, "B Hq T"]
-  heard: Bool[Array, "B n t H g"]  # not drowned by rounding: see memory.without_noise
+  heard: Bool[Array, "B Hq T"]  # not drowned by rounding: see memory.without_noise
 
 
 def attend(
@@ -122,16 +121,15 @@ def _forward(
   S = state_write.write(
     f.k_x, _time_last(x.v), f.k_rounded, f.across, None if initial is None else initial.S, interpret=interpret
   )
-  added = exact_product("bnthd,bnthe->bhnde", f.k * f.until_end[..., None], f.k)
+  added = _gram(f.k_x, f.k_rounded, f.across)
   Z, final_Z = _scan(added, f.across, None if initial is None else initial.Z)
 
-  far = state_read.read(f.q_x, f.q_rounded, S.found, by_key=True, interpret=interpret)
-  far_weight = jnp.sum(exact_product("bnthgd,bhnde->bnthge", f.q, Z) * f.q, axis=-1) * f.since_start[..., None]
-  heard = far_weight >= 0
-  far_weight = _heads_first(jnp.where(heard, far_weight, 0.0))
+  far = state_read.read(f.q_x, f.q_rounded, S.found, _pieces(Z), interpret=interpret)
+  heard = far.normaliser >= 0
+  far_weight = jnp.where(heard, far.normaliser, 0.0) * _heads_first(f.since_start, q.shape[3])
   normaliser = inside.normaliser + far_weight
-  far = jnp.where(heard.reshape(*far.shape[:-1], 1), far, 0.0)
-  y = (inside.high * _rows(inside.normaliser) + far) * _rows(near.inverse_of(normaliser))
+  far_sum = jnp.where(_rows(heard), far.numerator, 0.0)
+  y = (inside.high * _rows(inside.normaliser) + far_sum) * _rows(near.inverse_of(normaliser))
   final = Full(S.final, final_Z) if return_final else None
   saved = _Saved(x, G, twist, initial, S.found, Z, final, y, normaliser, heard)
   result = None if final is None else Full(final.S * scale[..., None], final.Z * scale)
@@ -154,28 +152,28 @@ def _backward(
     dfinal = Full(_symmetric(dfinal.S) * scale[..., None], _symmetric(dfinal.Z) * scale)
 
   # Of the sums: the numerator's, and that of the normaliser.
-  dy = near.rounded(dy.reshape(saved.y.shape), near.BFLOAT16) * _rows(near.inverse_of(saved.normaliser))
-  dy = jnp.where(saved.heard.reshape(*dy.shape[:-1], 1), dy, 0.0)
-  dnormaliser = -jnp.sum(dy * saved.y, axis=-1).reshape(saved.heard.shape) * f.since_start[..., None]
-  rounded_dy = dy.astype(jnp.bfloat16)
+  inverse = jnp.where(saved.heard, near.inverse_of(saved.normaliser), 0.0)
+  dy = near.rounded(dy.reshape(saved.y.shape), near.BFLOAT16) * _rows(inverse)
+  dnormaliser = -jnp.sum(dy * saved.y, axis=-1).reshape(*f.q.shape[:-1], 1) * f.since_start[..., None, None]
+  dy = dy.astype(jnp.bfloat16)
 
   dS = state_write.write(
     f.q_x,
-    _time_last(rounded_dy),
+    _time_last(dy),
     f.q_rounded,
     f.across,
     None if dfinal is None else dfinal.S,
     reverse=True,
     interpret=interpret,
   )
-  added = exact_product("bnthgd,bnthge->bhnde", f.q * dnormaliser[..., None], f.q)
+  q_pulled, k_discounted = _together(f.q * dnormaliser), _together(f.k * f.until_end[..., None])
+  added = _gram(_time_last(q_pulled), f.q_rounded, f.across)
   dZ, dinitial_Z = _scan(added, f.across, None if dfinal is None else dfinal.Z, reverse=True)
 
-  dq = state_read.read(f.q_x, rounded_dy, saved.found, by_key=False, interpret=interpret).reshape(f.q.shape)
-  dk = state_read.read(f.k_x, x.v, dS.found, by_key=False, interpret=interpret).reshape(f.k.shape)
-  dv = state_read.read(f.k_x, f.k_rounded, dS.found, by_key=True, interpret=interpret)
-  dq = 2 * (dq + dnormaliser[..., None] * exact_product("bnthgd,bhnde->bnthge", f.q, saved.Z))
-  dk = 2 * (dk + f.until_end[..., None] * exact_product("bnthd,bhnde->bnthe", f.k, dZ))
+  transposed = functools.partial(state_read.read_transposed, interpret=interpret)
+  dq = 2 * transposed(f.q_x, dy, q_pulled, saved.found, _pieces(saved.Z)).reshape(f.q.shape)
+  dk = 2 * transposed(f.k_x, x.v, k_discounted, dS.found, _pieces(dZ)).reshape(f.k.shape)
+  dv = state_read.read_values(f.k_x, f.k_rounded, dS.found, interpret=interpret)
 
   pulls, torques = _at_ends(saved, dS.found, dZ, dfinal, Full(dS.final, dinitial_Z))
   far_G = (jnp.sum(f.q * dq, axis=(-2, -1)) - jnp.sum(f.k * dk, axis=-1)) / 2
@@ -198,7 +196,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _folded(x: near.Operands, G: Total, chunk: int) -> _Folded:
-  batch, time, heads, group = x.q_exponent.shape
+  batch, _, heads, group = x.q_exponent.shape
   G = Total(*(a.reshape(batch, -1, chunk, heads) for a in G))
   end = Total(*(a[:, :, -1:] for a in G))
   before = Total(*(jnp.concatenate([jnp.zeros_like(a[:, :1]), a[:, :-1]], axis=1) for a in end))
@@ -207,20 +205,36 @@ def _folded(x: near.Operands, G: Total, chunk: int) -> _Folded:
   q = x.q.astype(jnp.float32).reshape(*lead, group, -1)
   k = (x.keys.plain * near.power_of_two(x.exponent - x.top[:, None])).reshape(*lead, -1)
 
-  def together(a: Array) -> Array:
-    return a.reshape(batch, time, -1, a.shape[-1]).astype(jnp.bfloat16)
-
   return _Folded(
     q=q,
     k=k,
     since_start=since_start,
     until_end=until_end,
     across=jnp.moveaxis(jnp.exp(end - before)[:, :, 0], 1, 2),
-    q_x=_time_last(together(q * since_start[..., None, None])),
-    k_x=_time_last(together(k * until_end[..., None])),
-    q_rounded=together(q),
-    k_rounded=together(k),
+    q_x=_time_last(_together(q * since_start[..., None, None])),
+    k_x=_time_last(_together(k * until_end[..., None])),
+    q_rounded=_together(q),
+    k_rounded=_together(k),
   )
+
+
+def _gram(
+  x: BFloat16[Array, "B Hq d T"], y: BFloat16[Array, "B T Hq d"], across: Float[Array, "B H n"]
+) -> Float[Array, "B H n d d"]:
+  """The sum over each chunk of x y^T: exact products of what the kernels multiply, too, added in float32."""
+  (batch, heads, count), head_dim = across.shape, x.shape[2]
+  x = x.reshape(batch, heads, -1, head_dim, count, x.shape[-1] // count)
+  y = y.reshape(batch, count, -1, heads, x.shape[2], head_dim)
+  return jnp.einsum("bhgdnt,bnthge->bhnde", x, y, preferred_element_type=jnp.float32)
+
+
+def _pieces(Z: Float[Array, "B H n d d"]) -> BFloat16[Array, "B H n pieces d d"]:
+  """Z as a sum of bfloat16s."""
+  pieces = []
+  for _ in range(state_read.PIECES):
+    pieces.append(near.rounded(Z, near.BFLOAT16))
+    Z = Z - pieces[-1]
+  return jnp.stack(pieces, axis=3).astype(jnp.bfloat16)
 
 
 def _scan(
@@ -260,8 +274,9 @@ def _at_ends(
   def between(a: Array, b: Array) -> tuple[Array, Array]:
     even, odd = (tuple(x[:, :, :, n::2].astype(jnp.float32) for x in (a, b)) for n in range(2))
     rest = tuple(range(4, a.ndim))
-    pull = jnp.sum(even[0] * even[1] + odd[0] * odd[1], axis=(3, *rest))
-    return pull, 4 * jnp.pi * jnp.sum(even[0] * odd[1] - odd[0] * even[1], axis=rest)
+    pulled = jnp.sum(even[0] * even[1] + odd[0] * odd[1], axis=rest)
+    turned = jnp.sum(even[0] * odd[1] - odd[0] * even[1], axis=rest)
+    return jnp.sum(pulled, axis=-1), 4 * jnp.pi * turned
 
   def ends(state: Full, dstate: Full) -> tuple[Array, Array]:
     return for_each(jnp.add, *(between(a, b) for a, b in zip(state, dstate, strict=True)))
@@ -321,9 +336,13 @@ def _time_last(x: Float[Array, "B T H d"]) -> Float[Array, "B H d T"]:
   return jnp.transpose(x, (0, 2, 3, 1))
 
 
-def _heads_first(x: Float[Array, "B n t H g"]) -> Float[Array, "B Hq T"]:
-  batch, count, time, heads, group = x.shape
-  return jnp.moveaxis(x.reshape(batch, count * time, heads * group), 1, 2)
+def _together(x: Float[Array, "B n t *H d"]) -> BFloat16[Array, "B T Hq d"]:
+  return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, x.shape[-1]).astype(jnp.bfloat16)
+
+
+def _heads_first(x: Float[Array, "B n t H"], group: int) -> Float[Array, "B Hq T"]:
+  x = jnp.moveaxis(x.reshape(x.shape[0], -1, x.shape[-1]), 1, 2)
+  return jnp.repeat(x, group, axis=1)
 
 
 def _rows(x: Float[Array, "B Hq T"]) -> Float[Array, "B T Hq 1"]:
