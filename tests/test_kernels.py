@@ -42,6 +42,26 @@ WITH_STATE = comparing.covering(
 )
 
 
+# The chunked form: chunks of 256, and of 1,024.
+CHUNKED = comparing.covering(
+  sizes=[{"d": 64, "dv": 64}, {"d": 32, "dv": 64}, {"d": 64, "dv": 32}, {"d": 32, "dv": 32}],
+  length=[{"T": T} for T in (1, 255, 256, 513, 1025, 2300)],
+  gate=[{"gate": "none"}, {"gate": "learned"}, {"gate": "resets"}],
+  rotation=[{"rotation": "none"}, {"rotation": "fixed"}, {"rotation": "learned"}],
+  segments=[{"segments": "none"}, {"segments": "packed"}, {"segments": "padded"}],
+  heads=[{"B": 2, "H": 1}, {"B": 1, "H": 2, "groups": 3}],
+  dtype=[{"dtype": "bfloat16", "entry": "attention"}, {"dtype": "float16", "entry": "attention"}],
+)
+CHUNKED_WITH_STATE = comparing.covering(
+  sizes=[{"d": 64, "dv": 64}, {"d": 32, "dv": 64}, {"d": 64, "dv": 32}],
+  length=[{"T": T} for T in (1, 300, 1100)],
+  gate=[{"gate": "learned"}, {"gate": "resets"}],
+  segments=[{"segments": "none"}, {"segments": "padded"}],
+  heads=[{"groups": 1}, {"groups": 2}],
+  entry=[{"dtype": "bfloat16", "entry": "prefill"}, {"dtype": "bfloat16", "entry": "continued"}],
+)
+
+
 def reference(case):
   weights = cotangents(case)
   if case.entry == "attention":
@@ -56,6 +76,22 @@ def test_kernels_are_right_on_the_chip(case):
   options = {"entry": case.entry, "power": case.power, "form": "attention", "implementation": "pallas"}
   run = jax.jit(lambda x, w: comparing.with_gradients(lambda x: comparing.call(x, rest, **options), x, w))
   assert_results_close(run(x, cotangents(case)), reference(case), TOLERANCE[case.dtype])
+
+
+@gpu
+@pytest.mark.parametrize("chunk", [256, 1024])
+@pytest.mark.parametrize("case", CHUNKED + CHUNKED_WITH_STATE, ids=str)
+def test_chunked_kernels_are_right_on_the_chip(case, chunk):
+  x, rest = inputs(case)
+  options = {"power": 2, "form": "chunked", "chunk_size": chunk, "implementation": "pallas"}
+  call = functools.partial(comparing.call, rest=rest, entry=case.entry, **options)
+  results = jax.jit(lambda x, w: comparing.with_gradients(call, x, w))(x, cotangents(case))
+  expected = reference(case)
+  # The gates' and rotations' gradients are rests of sums that cancel, more so where a state's cotangent joins them.
+  cancelling = {name: (results.pop(name), expected.pop(name)) for name in ("dlog_gate", "dbeta") if name in results}
+  assert_results_close(results, expected, TOLERANCE[case.dtype])
+  for name, (found, wanted) in cancelling.items():
+    assert_results_close({name: found}, {name: wanted}, 8e-3 if case.entry == "attention" else 3e-2)
 
 
 @gpu
@@ -74,16 +110,19 @@ def test_two_runs_are_the_same_to_the_bit(power):
 def test_the_fastest_implementation_is_taken_by_itself():
   q = jnp.ones((1, 512, 2, 64), jnp.bfloat16)
   assert csympow.explain(q, q, q, form="attention").implementation == "pallas"
-  assert csympow.explain(q, q, q, form="chunked").implementation == "xla"
+  assert csympow.explain(q, q, q, form="chunked").implementation == "pallas"
+  assert csympow.explain(q, q, q, form="chunked", chunk_size=100).implementation == "xla"
+  assert csympow.explain(q, q, q, power=4, form="chunked").implementation == "xla"
   odd = jnp.ones((1, 512, 2, 48), jnp.bfloat16)
   assert csympow.explain(odd, odd, odd, form="attention").implementation == "xla"
   with pytest.raises(NotImplementedError, match="head dims d and dv of 32, 64 and 128, got d=48"):
     csympow.attention(odd, odd, odd, form="attention", implementation="pallas")
 
 
-def attend(case, interpret=None):
-  """The op as `implementation="pallas"` runs it, wherever this is traced."""
-  settings = Settings(case.power, -(-case.T // FRAME) * FRAME, TILE, 64, "high", interpret=interpret)
+def attend(case, interpret=None, chunk=None):
+  """The op as `implementation="pallas"` runs it, wherever this is traced; the chunked form if `chunk` is given."""
+  form = "attention" if chunk is None else "chunked"
+  settings = Settings(case.power, chunk or -(-case.T // FRAME) * FRAME, TILE, 64, "high", interpret=interpret)
 
   def run(x, rest):
     x = dict(x)
@@ -91,7 +130,7 @@ def attend(case, interpret=None):
     state = csympow.State(*leaves) if leaves else None
     names = ("q", "k", "v", "log_gate", "beta", "rates", "segment_ids", "scale")
     arguments = ((x | rest).get(name) for name in names)
-    y, state = op._attend(*arguments, state, "attention", "pallas", settings, case.entry != "attention")
+    y, state = op._attend(*arguments, state, form, "pallas", settings, case.entry != "attention")
     return {"y": y} if state is None else {"y": y} | state._asdict()
 
   return run
@@ -107,12 +146,31 @@ INTERPRETED = [
 ]
 
 
+INTERPRETED_CHUNKS = [
+  Case(T=260, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention"),
+  slow(
+    Case(T=700, B=1, H=1, groups=2, d=32, dv=64, gate="resets", segments="padded", dtype="bfloat16", entry="attention")
+  ),
+  slow(Case(T=300, B=1, H=1, d=64, dv=32, dtype="bfloat16", entry="continued")),
+]
+
+
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
 def test_kernels_are_right_in_the_interpreter_and_race_free(case):
   x, rest = inputs(case)
   run = attend(case, plgpu.InterpretGPUParams(detect_races=True))
   results = comparing.with_gradients(lambda x: run(x, rest), x, cotangents(case))
   assert_results_close(jax.tree.map(np.asarray, results), reference(case), TOLERANCE[case.dtype])
+  assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("case", INTERPRETED_CHUNKS, ids=str)
+def test_chunked_kernels_are_right_in_the_interpreter_and_race_free(case):
+  x, rest = inputs(case)
+  run = attend(case, plgpu.InterpretGPUParams(detect_races=True), FRAME)
+  results = comparing.with_gradients(lambda x: run(x, rest), x, cotangents(case))
+  tolerance = TOLERANCE[case.dtype] if case.entry == "attention" else 3e-2
+  assert_results_close(jax.tree.map(np.asarray, results), reference(case), tolerance)
   assert not interpret_pallas_call.get_races().races_found
 
 
@@ -133,6 +191,23 @@ def test_kernels_lower_for_every_shape(d, dv, power):
 
   lowered = jax.jit(gradients).trace(x).lower(lowering_platforms=("cuda",))
   assert lowered.as_text().count("mosaic_gpu") >= 2
+
+
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), slow(32, 64)])
+def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
+  case = Case(T=2**20, B=1, H=2, groups=2, d=d, dv=dv, dtype="bfloat16", entry="attention")
+  heads = (case.B, case.T, case.H)
+  shapes = {"q": (case.B, case.T, 4, d), "k": (*heads, d), "v": (*heads, dv)}
+  x = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+  x |= {name: jax.ShapeDtypeStruct(heads, jnp.float32) for name in ("log_gate", "beta")}
+
+  def gradients(x):
+    return jax.grad(
+      lambda x: attend(case, chunk=1024)(x, {"rates": comparing.rotary(d)})["y"].astype(jnp.float32).sum()
+    )(x)
+
+  lowered = jax.jit(gradients).trace(x).lower(lowering_platforms=("cuda",))
+  assert lowered.as_text().count("mosaic_gpu") >= 8
 
 
 def test_kernels_lower_inside_shard_map():

@@ -29,9 +29,7 @@ class _Saved(NamedTuple):
   twist: Float[Array, "B T H r"] | None
   memory: Memory | None
   final: Memory | None
-  high: Float[Array, "B T Hq dv"]  # y = high + low
-  low: Float[Array, "B T Hq dv"] | None
-  normaliser: Float[Array, "B Hq T"]  # in the kernels' scale
+  y: attention_forward.Outputs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
@@ -80,7 +78,9 @@ def _forward(
   )
   shape = (*q.shape[:-1], v.shape[-1])
   if not stateful:
-    return (high.reshape(shape), None), _Saved(None, x, twist, None, None, high, low, normaliser)
+    return (high.reshape(shape), None), _Saved(
+      None, x, twist, None, None, attention_forward.Outputs(high, low, normaliser)
+    )
 
   sequence = Sequence(q, k, v, G)
   inputs, decay = _span(sequence)
@@ -96,7 +96,8 @@ def _forward(
     initial = empty(k, v, settings.power) if memory is None else memory
     written = Written(inputs.k, inputs.v, decay.until_end)
     final = write(discounted(initial, decay.log_across), written, settings)
-  return (high.reshape(shape).astype(dtype), final), _Saved(sequence, x, twist, memory, final, high, None, normaliser)
+  y = attention_forward.Outputs(high, None, normaliser)
+  return (high.reshape(shape).astype(dtype), final), _Saved(sequence, x, twist, memory, final, y)
 
 
 def _backward(
@@ -108,8 +109,7 @@ def _backward(
 ) -> tuple[Array, Array, Array, Array, Array | None, Memory | None]:
   del return_memory
   (dy, dfinal), x, power = cotangents, saved.operands, settings.power
-  y = saved.high.astype(jnp.float32) + (0.0 if saved.low is None else saved.low.astype(jnp.float32))
-  inside = near.backward(x, y, saved.normaliser, dy, power, settings.interpret)
+  inside = near.backward(x, near.cotangents(saved.y, dy), power, settings.interpret)
   dq, dk = inside.q * near.power_of_two(-x.q_exponent), inside.k * near.power_of_two(-x.exponent)
   dtwist = None if saved.twist is None else inside.twist
   if saved.sequence is None:
@@ -134,8 +134,8 @@ def _backward(
     dmemory = discounted(dfinal, decay.log_across)
   if saved.memory is not None:
     dmemory = for_each(jnp.zeros_like, saved.memory) if dmemory is None else dmemory
-    denominator = time_first(_in_full(saved.normaliser, x, power))
-    dsums = normalised_backward(dy.astype(jnp.float32), y.reshape(dy.shape), denominator)
+    denominator = time_first(_in_full(saved.y.normaliser, x, power))
+    dsums = normalised_backward(dy.astype(jnp.float32), saved.y.high.reshape(dy.shape), denominator)
     dsums = for_each(lambda x: heads_first(x) * decay.since_start[:, :, None], dsums)
     dmemory, q_far = read_backward(saved.memory, inputs.q, dsums, dmemory, settings)
     gradients = gradients._replace(q_far=q_far)

@@ -13,13 +13,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float
 
 from csympow.features import pairs
 from csympow.forms import near
 from csympow.forms.memory import Memory
-from csympow.forms.spans import Settings, for_each
+from csympow.forms.spans import Settings
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import attention_forward, state_read, state_write
 
@@ -57,8 +58,7 @@ class _Saved(NamedTuple):
   found: BFloat16[Array, "B H n d dv d"]  # the S that each chunk finds
   Z: Float[Array, "B H n d d"]  # and its Z
   final: Full | None
-  y: Float[Array, "B T Hq dv"]
-  normaliser: Float[Array, "B Hq T"]
+  y: attention_forward.Outputs
   heard: Bool[Array, "B Hq T"]  # not drowned by rounding: see memory.without_noise
 
 
@@ -94,7 +94,7 @@ def _attend(
   dtype: DTypeLike,
   return_final: bool,
 ) -> tuple[Float[Array, "B T H g dv"], Full | None]:
-  return _forward(q, k, v, log_gate, twist, initial, settings, dtype, return_final)[0]
+  return _forward(q, k, v, log_gate, twist, initial, settings, dtype, return_final, save=False)[0]
 
 
 def _forward(
@@ -107,13 +107,11 @@ def _forward(
   settings: Settings,
   dtype: DTypeLike,
   return_final: bool,
+  save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Full | None], _Saved]:
   power, interpret = settings.power, settings.interpret
   G = lax.optimization_barrier(prefix_sum(log_gate))
   x = near.operands(q, k, v, G, power, settings.chunk)
-  inside = attention_forward.forward(
-    x.q, x.keys, x.v, power=power, dtype=jnp.float32, save_low=False, interpret=interpret
-  )
   scale = near.power_of_two(power * x.top)[..., None]  # of weights
   if initial is not None:
     initial = Full(initial.S / scale[..., None], initial.Z / scale)
@@ -125,15 +123,12 @@ def _forward(
   Z, final_Z = _scan(added, f.across, None if initial is None else initial.Z)
 
   far = state_read.read(f.q_x, f.q_rounded, S.found, _pieces(Z), interpret=interpret)
-  heard = far.normaliser >= 0
-  far_weight = jnp.where(heard, far.normaliser, 0.0) * _heads_first(f.since_start, q.shape[3])
-  normaliser = inside.normaliser + far_weight
-  far_sum = jnp.where(_rows(heard), far.numerator, 0.0)
-  y = (inside.high * _rows(inside.normaliser) + far_sum) * _rows(near.inverse_of(normaliser))
+  carried = attention_forward.Carried(far.numerator, far.normaliser * _heads_first(f.since_start, q.shape[3]))
+  y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, final_Z) if return_final else None
-  saved = _Saved(x, G, twist, initial, S.found, Z, final, y, normaliser, heard)
+  saved = _Saved(x, G, twist, initial, S.found, Z, final, y, far.normaliser >= 0)
   result = None if final is None else Full(final.S * scale[..., None], final.Z * scale)
-  return (y.reshape(*q.shape[:-1], -1).astype(dtype), result), saved
+  return (y.high.reshape(*q.shape[:-1], -1), result), saved
 
 
 def _backward(
@@ -145,17 +140,17 @@ def _backward(
 ) -> tuple[Array, Array, Array, Array, Array | None, Full | None]:
   del return_final
   (dy, dfinal), x, interpret = cotangents, saved.operands, settings.interpret
-  inside = near.backward(x, saved.y, saved.normaliser, dy, settings.power, interpret)
+  given = near.cotangents(saved.y, dy)
+  inside = near.backward(x, given, settings.power, interpret)
   f = _folded(x, saved.G, settings.chunk)
   scale = near.power_of_two(settings.power * x.top)[..., None]
   if dfinal is not None:
     dfinal = Full(_symmetric(dfinal.S) * scale[..., None], _symmetric(dfinal.Z) * scale)
 
   # Of the sums: the numerator's, and that of the normaliser.
-  inverse = jnp.where(saved.heard, near.inverse_of(saved.normaliser), 0.0)
-  dy = near.rounded(dy.reshape(saved.y.shape), near.BFLOAT16) * _rows(inverse)
-  dnormaliser = -jnp.sum(dy * saved.y, axis=-1).reshape(*f.q.shape[:-1], 1) * f.since_start[..., None, None]
-  dy = dy.astype(jnp.bfloat16)
+  inverse = jnp.where(saved.heard, given.inverse, 0.0)
+  dy = (given.dy * _rows(inverse)).astype(jnp.bfloat16)
+  dnormaliser = _rows(-given.delta * inverse).reshape(*f.q.shape[:-1], 1) * f.since_start[..., None, None]
 
   dS = state_write.write(
     f.q_x,
@@ -163,6 +158,7 @@ def _backward(
     f.q_rounded,
     f.across,
     None if dfinal is None else dfinal.S,
+    others=saved.found,
     reverse=True,
     interpret=interpret,
   )
@@ -175,13 +171,16 @@ def _backward(
   dk = 2 * transposed(f.k_x, x.v, k_discounted, dS.found, _pieces(dZ)).reshape(f.k.shape)
   dv = state_read.read_values(f.k_x, f.k_rounded, dS.found, interpret=interpret)
 
-  pulls, torques = _at_ends(saved, dS.found, dZ, dfinal, Full(dS.final, dinitial_Z))
-  far_G = (jnp.sum(f.q * dq, axis=(-2, -1)) - jnp.sum(f.k * dk, axis=-1)) / 2
+  assert dS.inner is not None
+  pulls, torques = _at_ends(saved, dS.inner, dZ, dfinal, Full(dS.final, dinitial_Z))
+  # As in `near`, with queries and keys as the kernels had them, or rounding would not cancel.
+  q, k = f.q_rounded.astype(jnp.float32).reshape(f.q.shape), f.k_rounded.astype(jnp.float32).reshape(f.k.shape)
+  far_G = (jnp.sum(q * dq, axis=(-2, -1)) - jnp.sum(k * dk, axis=-1)) / 2
   dG = _anchored(inside.G.reshape(far_G.shape) + far_G, -pulls)
   dlog_gate = prefix_sum(dG, reverse=True).hi + pulls[:, -1:]
   dtwist = None
   if saved.twist is not None:
-    far_twist = near.torque(f.q, dq) + near.torque(f.k[..., None, :], dk[..., None, :])
+    far_twist = near.torque(q, dq) + near.torque(k[..., None, :], dk[..., None, :])
     dtwist = _anchored(inside.twist.reshape(far_twist.shape) + far_twist, torques)
 
   shape = inside.q.shape
@@ -260,7 +259,7 @@ def _scan(
 
 def _at_ends(
   saved: _Saved,
-  dS: BFloat16[Array, "B H n d dv d"],
+  inner: Float[Array, "B H n r 2 dv"],
   dZ: Float[Array, "B H n d d"],
   dfinal: Full | None,
   dinitial: Full,
@@ -271,25 +270,22 @@ def _at_ends(
   state rotated by the turns of each pair of coordinates.
   """
 
-  def between(a: Array, b: Array) -> tuple[Array, Array]:
-    even, odd = (tuple(x[:, :, :, n::2].astype(jnp.float32) for x in (a, b)) for n in range(2))
+  def between(a: Array, b: Array) -> Float[Array, "B H n r 2"]:
+    even, odd = (tuple(x[:, :, :, n::2] for x in (a, b)) for n in range(2))
     rest = tuple(range(4, a.ndim))
     pulled = jnp.sum(even[0] * even[1] + odd[0] * odd[1], axis=rest)
     turned = jnp.sum(even[0] * odd[1] - odd[0] * even[1], axis=rest)
-    return jnp.sum(pulled, axis=-1), 4 * jnp.pi * turned
+    return jnp.stack([pulled, turned], axis=-1)
 
-  def ends(state: Full, dstate: Full) -> tuple[Array, Array]:
-    return for_each(jnp.add, *(between(a, b) for a, b in zip(state, dstate, strict=True)))
+  def of_one(state: Full | None, dstate: Full | None) -> Float[Array, "B H 1 r 2"]:
+    if state is None or dstate is None:
+      return jnp.zeros_like(inner[:, :, :1, :, :, 0])
+    return between(state.S[:, :, None], dstate.S[:, :, None]) + between(state.Z[:, :, None], dstate.Z[:, :, None])
 
-  def one(x: Full) -> Full:
-    return for_each(lambda a: a[:, :, None], x)
-
-  found = ends(Full(saved.found[:, :, 1:], saved.Z[:, :, 1:]), Full(dS[:, :, :-1], dZ[:, :, :-1]))
-  none = jnp.zeros_like(dinitial.Z[:, :, :1, 0]), jnp.zeros_like(dinitial.Z[:, :, :1, : WIDTH // 2])
-  first = none if saved.initial is None else ends(one(saved.initial), one(dinitial))
-  last = none if dfinal is None or saved.final is None else ends(one(saved.final), one(dfinal))
-  pulls, torques = (jnp.concatenate(parts, axis=2) for parts in zip(first, found, last, strict=True))
-  return jnp.moveaxis(pulls, 1, 2), jnp.moveaxis(torques, 1, 2)
+  found = jnp.sum(inner[:, :, :-1], axis=-1) + between(saved.Z[:, :, 1:], dZ[:, :, :-1])
+  first, last = of_one(saved.initial, dinitial), of_one(saved.final, dfinal)
+  ends = jnp.moveaxis(jnp.concatenate([first, found, last], axis=2), 1, 2)
+  return jnp.sum(ends[..., 0], axis=-1), 4 * jnp.pi * ends[..., 1]
 
 
 def _anchored(x: Float[Array, "B n t H *r"], ends: Float[Array, "B ends H *r"]) -> Float[Array, "B T H *r"]:
@@ -333,7 +329,12 @@ def _widened(x: Float[Array, "*lead d"], width: int) -> Float[Array, "*lead widt
 
 
 def _time_last(x: Float[Array, "B T H d"]) -> Float[Array, "B H d T"]:
-  return jnp.transpose(x, (0, 2, 3, 1))
+  return jnp.transpose(_laid_out(x), (0, 2, 3, 1))
+
+
+def _laid_out(x: Float[Array, "..."]) -> Float[Array, "..."]:
+  """X in its natural layout: XLA would rather hold all that leads to a transposed array transposed, in float32."""
+  return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _together(x: Float[Array, "B n t *H d"]) -> BFloat16[Array, "B T Hq d"]:
@@ -346,4 +347,4 @@ def _heads_first(x: Float[Array, "B n t H"], group: int) -> Float[Array, "B Hq T
 
 
 def _rows(x: Float[Array, "B Hq T"]) -> Float[Array, "B T Hq 1"]:
-  return jnp.moveaxis(x, 1, 2)[..., None]
+  return _laid_out(jnp.moveaxis(x, 1, 2))[..., None]

@@ -107,26 +107,37 @@ def _visible(before: Total, end: Total, in_chunk: int) -> tuple[Int[Array, "B n 
   return first.reshape(batch, count, heads), last.reshape(batch, count, heads)
 
 
-def backward(
-  x: Operands,
-  y: Float[Array, "B T Hq dv"],
-  normaliser: Float[Array, "B Hq T"],
-  dy: Float[Array, "B T H g dv"],
-  power: int,
-  interpret: Any,
-) -> Gradients:
-  """The gradients by pairs inside chunks, from a query's output and normaliser over all keys it sees."""
-  batch, time, heads, group, _ = dy.shape
-  inverse = inverse_of(normaliser)
-  rounded_dy = dy.reshape(y.shape) if dy.dtype == jnp.bfloat16 else rounded(dy.reshape(y.shape), BFLOAT16)
+class Cotangents(NamedTuple):
+  """Of queries' outputs, as the kernels take them."""
+
+  dy: BFloat16[Array, "B T Hq dv"]
+  delta: Float[Array, "B Hq T"]  # dy . y
+  inverse: Float[Array, "B Hq T"]  # 1 / normaliser, over all keys that a query sees
+
+
+def cotangents(y: attention_forward.Outputs, dy: Float[Array, "B T H g dv"]) -> Cotangents:
+  """From queries' outputs and normalisers."""
+  normaliser = y.normaliser
+  exact = y.high.astype(jnp.float32) + (0.0 if y.low is None else y.low.astype(jnp.float32))
+  found = ~(normaliser <= SMALLEST)  # NaN is no empty row
+  inverse = jnp.where(found, 1 / jnp.where(found, normaliser, 1.0), 0.0)
+  dy = dy.reshape(exact.shape)
+  rounded_dy = dy if dy.dtype == jnp.bfloat16 else rounded(dy, BFLOAT16)
+  delta = jnp.moveaxis(jnp.sum(rounded_dy * exact, axis=-1), 1, 2)
+  return Cotangents(rounded_dy.astype(jnp.bfloat16), delta, inverse)
+
+
+def backward(x: Operands, given: Cotangents, power: int, interpret: Any) -> Gradients:
+  """The gradients by pairs inside chunks."""
+  batch, time, heads, group = x.q_exponent.shape
   rounded_q, rounded_k = (rounded(a, BFLOAT16) for a in (x.q, x.keys.plain))
   rows = attention_backward.Rows(
     q=x.q,
     rounded=rounded_q.astype(jnp.bfloat16),
-    dy=rounded_dy.astype(jnp.bfloat16),
-    inverse=inverse,
-    discounted=inverse * jnp.exp2(jnp.repeat(x.keys.gate, group, axis=1)),
-    delta=jnp.moveaxis(jnp.sum(rounded_dy * y, axis=-1), 1, 2),
+    dy=given.dy,
+    inverse=given.inverse,
+    discounted=given.inverse * jnp.exp2(jnp.repeat(x.keys.gate, group, axis=1)),
+    delta=given.delta,
   )
   by_kernel = attention_backward.backward(rows, x.keys, x.ends, x.v, power=power, interpret=interpret)
   rounded_q, rounded_k, dq, dk = (
@@ -142,13 +153,7 @@ def backward(
   )
 
 
-def inverse_of(normaliser: Float[Array, "..."]) -> Float[Array, "..."]:
-  """1 / normaliser, and 0 for a row whose weights sum to 0."""
-  found = ~(normaliser <= SMALLEST)  # NaN is no empty row
-  return jnp.where(found, 1 / jnp.where(found, normaliser, 1.0), 0.0)
-
-
-def torque(x: Float[Array, "B T H g d"], dx: Float[Array, "B T H g d"]) -> Float[Array, "B T H r"]:
+def torque(x: Float[Array, "*lead g d"], dx: Float[Array, "*lead g d"]) -> Float[Array, "*lead r"]:
   """The cotangent of the turns by which all pairs of x are rotated together."""
   turned = x[..., 0::2] * dx[..., 1::2] - x[..., 1::2] * dx[..., 0::2]
   return 2 * jnp.pi * jnp.sum(turned, axis=-2)

@@ -53,6 +53,13 @@ class Keys(NamedTuple):
   first: Int[Array, "B H frames"]  # the earliest frame that a frame's queries can still see
 
 
+class Carried(NamedTuple):
+  """What each query has found in a state. Where rounding left a negative normaliser there is nothing to be found."""
+
+  numerator: Float[Array, "B T Hq dv"]
+  normaliser: Float[Array, "B Hq T"]
+
+
 class Outputs(NamedTuple):
   """What each query gathers: y = high + low, and the normaliser in the keys' scale."""
 
@@ -70,13 +77,14 @@ def forward(
   q: Float16[Array, "B T Hq d"],
   keys: Keys,
   v: BFloat16[Array, "B T H dv"],
+  carried: Carried | None = None,
   *,
   power: int,
   dtype: DTypeLike,
   save_low: bool,
   interpret: Any = None,
 ) -> Outputs:
-  """Attention over whole frames of tokens; y in `dtype`."""
+  """Attention over whole frames of tokens, and what is carried; y in `dtype`."""
   batch, time, query_heads, head_dim = q.shape
   heads, value_dim = v.shape[2:]
   group, columns = query_heads // heads, block_of_keys(value_dim)
@@ -84,11 +92,12 @@ def forward(
   blocks, tiles = FRAME // columns, time // TILE
 
   def kernel(q_ref, folded_ref, k_ref, v_ref, gate_ref, pull_ref, decay_ref, first_ref, *more):
+    carried_refs, more = (None, more) if carried is None else (more[:2], more[2:])
     (y_ref, low_ref, normaliser_ref), scratch = (
       (more[:3], more[3:]) if save_low else ((more[0], None, more[1]), more[2:])
     )
-    q_smem, k_smem, v_smem, y_smem, low_smem, normaliser_smem, *barriers = scratch
-    q_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
+    q_smem, k_smem, v_smem, y_smem, low_smem, normaliser_smem, carried_smem, *barriers = scratch
+    q_filled, carried_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, n = place_in_grid(item, batch * query_heads, tiles)
     b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
@@ -182,9 +191,18 @@ def forward(
         return sums[...], summed
 
       gathered, normaliser = pl.run_scoped(near_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
+      total = total + gathered
+      if carried_refs is not None:
+        plgpu.barrier_wait(carried_filled)
+        weight = plgpu.load(carried_refs[1].at[b, head, rows], layout=WGMMA.reduce(1), optimized=False)
+        heard = weight >= 0
+        normaliser = normaliser + jnp.where(heard, weight, 0.0)
+        total = total + plgpu.load(carried_smem.at[thread], layout=WGMMA) * down(
+          jnp.where(heard, 1.0, 0.0), total.shape
+        )
       found = normaliser > SMALLEST
       inverse = jnp.where(found, 1.0 / jnp.where(found, normaliser, 1.0), 0.0)
-      y = (total + gathered) * down(inverse, total.shape)
+      y = total * down(inverse, total.shape)
       high = y.astype(dtype)
       y_smem[thread] = high
       normaliser_smem[thread] = normaliser
@@ -203,6 +221,9 @@ def forward(
       for w in range(2):
         rows = q_ref.at[b, pl.ds(first_token + w * ROWS, ROWS), head]
         plgpu.copy_gmem_to_smem(rows, q_smem.at[w], q_filled)
+        if carried_refs is not None:
+          rows = carried_refs[0].at[b, pl.ds(first_token + w * ROWS, ROWS), head]
+          plgpu.copy_gmem_to_smem(rows, carried_smem.at[w], carried_filled)
 
       def copy(keys_ref):
         def step(j, none):
@@ -238,7 +259,8 @@ def forward(
     shared((2, ROWS, value_dim), dtype),
     shared((2, ROWS, value_dim), jnp.bfloat16) if save_low else plgpu.SMEM((1,), f32),
     plgpu.SMEM((2, ROWS), f32),
-    plgpu.Barrier(num_arrivals=2),
+    plgpu.SMEM((1,), f32) if carried is None else shared((2, ROWS, value_dim), f32),
+    *(plgpu.Barrier(num_arrivals=2),) * 2,
     *(filled, freed) * 2,
     *((shared((2, ROWS, columns), v.dtype),) if interpret is not None else ()),
   ]
@@ -253,6 +275,6 @@ def forward(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="attention_forward",
-  )(q, *keys[:2], v, *keys[2:])
+  )(q, *keys[:2], v, *keys[2:], *(() if carried is None else carried))
   results = varying_as(q, results)
   return Outputs(*results) if save_low else Outputs(results[0], None, results[1])

@@ -21,14 +21,17 @@ from jaxtyping import Array, BFloat16, Float
 
 from kernels_pallas.gpu.tiles import MULTIPROCESSORS, ROWS, WGMMA, accumulate, across, shared, varying_as, wait_if
 
-_SLOTS = 6
-
 
 class States(NamedTuple):
-  """The state that each chunk finds, and the last one."""
+  """The state that each chunk finds, the last one, and inner products.
+
+  With the states T that another scan found, of the chunk after c in time: the sum over pairs of coordinates a, b of
+  S[a] T[a] + S[b] T[b], and of S[b] T[a] - S[a] T[b]; both still to be summed over the last axis.
+  """
 
   found: BFloat16[Array, "B H n d dv d"]
   final: Float[Array, "B H d dv d"]
+  inner: Float[Array, "B H n r 2 dv"] | None
 
 
 def write(
@@ -38,22 +41,30 @@ def write(
   decay: Float[Array, "B H n"],
   initial: Float[Array, "B H d dv d"] | None,
   *,
+  others: BFloat16[Array, "B H n d dv d"] | None = None,
   reverse: bool = False,
   interpret: Any = None,
 ) -> States:
   """Scans over the chunks, from the last to the first if `reverse`; several heads may share a state.
 
-  The discount until the chunk is left is in `x`.
+  The discount until the chunk is left is in `x`. `others`, for a reverse scan, are the states that the forward one
+  found, to take inner products with.
   """
+  assert others is None or reverse
   batch, all_heads, head_dim, time = x.shape
   heads, count = decay.shape[1:]
   value_dim, group, blocks = v.shape[2], all_heads // heads, time // count // ROWS  # blocks of tokens in a chunk
   each = _coordinates(batch * heads, head_dim)
-  visits, slices = group * blocks, -(-head_dim // (2 * each))
+  visits, slices = group * blocks, head_dim // (2 * each)
+  slots = 6 if others is None else 4
 
   def kernel(x_ref, v_ref, k_ref, decay_ref, *more):
-    (initial_ref, more) = (more[0], more[1:]) if initial is not None else (None, more)
-    found_ref, final_ref, x_smem, v_smem, k_smem, s_smem, filled, freed, *staging = more
+    refs = list(more)
+    others_ref: Any
+    initial_ref, others_ref = (None if array is None else refs.pop(0) for array in (initial, others))
+    found_ref, final_ref = refs.pop(0), refs.pop(0)
+    inner_ref: Any = None if others is None else refs.pop(0)
+    x_smem, v_smem, k_smem, s_smem, others_smem, filled, freed, others_filled, *staging = refs
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, part = (f(item, jnp.int32(slices)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
@@ -74,20 +85,44 @@ def write(
           s_smem[thread, n] = states[n].astype(s_smem.dtype)
         plgpu.commit_smem()
         for n in range(each):
+          plgpu.copy_smem_to_gmem(s_smem.at[thread, n], target(mine + n))
 
-          @pl.when(mine + n < head_dim)
-          def _(n=n):
-            plgpu.copy_smem_to_gmem(s_smem.at[thread, n], target(mine + n))
+      def fetch_others(c):
+        for n in range(each):
+          source = others_ref.at[b, head, c, mine + n]
+          plgpu.copy_gmem_to_smem(source, others_smem.at[thread, n], others_filled.at[thread])
+
+      def multiply_with_others(states, c):
+        plgpu.barrier_wait(others_filled.at[thread])
+        for n in range(0, each, 2):
+          even, odd = (
+            plgpu.load(others_smem.at[thread, n + m], layout=WGMMA, optimized=False).astype(jnp.float32)
+            for m in range(2)
+          )
+          pair = lax.div(mine, jnp.int32(2)) + n // 2
+          inner_ref[b, head, c, pair, 0] = (states[n] * even + states[n + 1] * odd).sum(axis=1)
+          inner_ref[b, head, c, pair, 1] = (states[n + 1] * even - states[n] * odd).sum(axis=1)
+        plgpu.commit_smem()
 
       def advance(i, states):
         c = chunk_of(i)
         store(states, lambda a: found_ref.at[b, head, c, a])
+        if others is not None:
+
+          @pl.when(i > 0)  # after the last chunk there is no other state
+          def _():
+            multiply_with_others(states, c)
+
+          @pl.when(i < count - 1)
+          def _():
+            fetch_others(c)
+
         decayed = tuple(state * decay_ref[b, head, c] for state in states)
 
         def add(*sums):
           def visit(n, none):
             visited = i * visits + n
-            slot = lax.rem(visited, jnp.int32(_SLOTS))
+            slot = lax.rem(visited, jnp.int32(slots))
             plgpu.barrier_wait(filled.at[slot])
             values = plgpu.load(v_smem.at[slot], layout=WGMMA, optimized=False)
             for m in range(each):
@@ -114,16 +149,11 @@ def write(
         states = (zeros,) * each
       else:
         states = tuple(
-          plgpu.load(initial_ref.at[b, head, jnp.minimum(mine + n, head_dim - 1)], layout=WGMMA, optimized=False)
-          for n in range(each)
+          plgpu.load(initial_ref.at[b, head, mine + n], layout=WGMMA, optimized=False) for n in range(each)
         )
       states = lax.fori_loop(0, count, advance, states)
       for n in range(each):
-
-        @pl.when(mine + n < head_dim)
-        def _(n=n):
-          final_ref[b, head, mine + n] = states[n]
-
+        final_ref[b, head, mine + n] = states[n]
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
@@ -131,11 +161,11 @@ def write(
       plgpu.set_max_registers(40, action="decrease")
 
       def copy(visited, none):
-        slot = lax.rem(visited, jnp.int32(_SLOTS))
+        slot = lax.rem(visited, jnp.int32(slots))
         c, n = chunk_of(lax.div(visited, jnp.int32(visits))), lax.rem(visited, jnp.int32(visits))
         source = head * group + lax.div(n, jnp.int32(blocks))
         at = pl.ds((c * blocks + lax.rem(n, jnp.int32(blocks))) * ROWS, ROWS)
-        wait_if(visited >= _SLOTS, freed.at[slot])
+        wait_if(visited >= slots, freed.at[slot])
         rows = pl.ds(first, 2 * each)
         plgpu.copy_gmem_to_smem(x_ref.at[b, source, rows, at], x_smem.at[slot], filled.at[slot])
         plgpu.copy_gmem_to_smem(v_ref.at[b, source, :, at], v_smem.at[slot], filled.at[slot])
@@ -146,27 +176,32 @@ def write(
       lax.fori_loop(0, total, copy, None)
 
       def settle(visited, none):  # leave no arrival unseen
-        plgpu.barrier_wait(freed.at[lax.rem(visited, jnp.int32(_SLOTS))])
+        plgpu.barrier_wait(freed.at[lax.rem(visited, jnp.int32(slots))])
         return none
 
-      lax.fori_loop(max(0, total - _SLOTS), total, settle, None)
+      lax.fori_loop(max(0, total - slots), total, settle, None)
 
   scratch = [
-    plgpu.SMEM((_SLOTS, 2 * each, ROWS), x.dtype),
-    shared((_SLOTS, value_dim, ROWS), v.dtype),
-    shared((_SLOTS, ROWS, head_dim), k.dtype),
+    plgpu.SMEM((slots, 2 * each, ROWS), x.dtype),
+    shared((slots, value_dim, ROWS), v.dtype),
+    shared((slots, ROWS, head_dim), k.dtype),
     shared((2, each, value_dim, head_dim), k.dtype),
-    plgpu.Barrier(num_arrivals=3, num_barriers=_SLOTS),
-    plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
+    plgpu.SMEM((1,), jnp.float32) if others is None else shared((2, each, value_dim, head_dim), others.dtype),
+    plgpu.Barrier(num_arrivals=3, num_barriers=slots),
+    plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+    plgpu.Barrier(num_arrivals=each, num_barriers=2),
     *((shared((2, value_dim, ROWS), v.dtype),) if interpret is not None else ()),
   ]
   shape = (head_dim, value_dim, head_dim)
+  outputs = [
+    jax.ShapeDtypeStruct((batch, heads, count, *shape), k.dtype),
+    jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32),
+  ]
+  if others is not None:
+    outputs.append(jax.ShapeDtypeStruct((batch, heads, count, head_dim // 2, 2, value_dim), jnp.float32))
   results = plgpu.kernel(
     kernel,
-    out_type=[
-      jax.ShapeDtypeStruct((batch, heads, count, *shape), k.dtype),
-      jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32),
-    ],
+    out_type=outputs,
     scratch_types=scratch,
     grid=(batch * heads * slices,),
     grid_names=("block",),
@@ -175,14 +210,15 @@ def write(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="state_write",
-  )(x, v, k, decay, *(() if initial is None else (initial,)))
-  return States(*varying_as(x, results))
+  )(x, v, k, decay, *(array for array in (initial, others) if array is not None))
+  found, final, *inner = varying_as(x, results)
+  return States(found, final, inner[0] if inner else None)
 
 
 def _coordinates(rows: int, head_dim: int) -> int:
   """How many coordinates a warpgroup owns: those with which the chip is done first."""
 
   def rounds(each: int) -> int:
-    return -(-rows * -(-head_dim // (2 * each)) // MULTIPROCESSORS) * each
+    return -(-rows * head_dim // (2 * each) // MULTIPROCESSORS) * each
 
-  return min((4, 3, 2), key=rounds)
+  return min((4, 2), key=rounds)  # pairs are not split
