@@ -54,7 +54,7 @@ CHUNKED = comparing.covering(
 )
 CHUNKED_WITH_STATE = comparing.covering(
   sizes=[{"d": 64, "dv": 64}, {"d": 32, "dv": 64}, {"d": 64, "dv": 32}],
-  length=[{"T": T} for T in (1, 300, 1100)],
+  length=[{"T": T} for T in (1, 300, 600)],
   gate=[{"gate": "learned"}, {"gate": "resets"}],
   segments=[{"segments": "none"}, {"segments": "padded"}],
   heads=[{"groups": 1}, {"groups": 2}],
@@ -87,11 +87,10 @@ def test_chunked_kernels_are_right_on_the_chip(case, chunk):
   call = functools.partial(comparing.call, rest=rest, entry=case.entry, **options)
   results = jax.jit(lambda x, w: comparing.with_gradients(call, x, w))(x, cotangents(case))
   expected = reference(case)
-  # The gates' and rotations' gradients are rests of sums that cancel, more so where a state's cotangent joins them.
-  cancelling = {name: (results.pop(name), expected.pop(name)) for name in ("dlog_gate", "dbeta") if name in results}
-  assert_results_close(results, expected, TOLERANCE[case.dtype])
-  for name, (found, wanted) in cancelling.items():
-    assert_results_close({name: found}, {name: wanted}, 8e-3 if case.entry == "attention" else 3e-2)
+  # A rotation's gradient is the rest of sums that cancel, and so is all that a single token gets from a state.
+  turned = {name: results.pop(name) for name in ("dbeta",) if name in results}
+  assert_results_close(results, expected, TOLERANCE[case.dtype] if case.entry == "attention" else 6e-3)
+  assert_results_close(turned, {name: expected[name] for name in turned}, 8e-3)
 
 
 @gpu
@@ -169,8 +168,7 @@ def test_chunked_kernels_are_right_in_the_interpreter_and_race_free(case):
   x, rest = inputs(case)
   run = attend(case, plgpu.InterpretGPUParams(detect_races=True), FRAME)
   results = comparing.with_gradients(lambda x: run(x, rest), x, cotangents(case))
-  tolerance = TOLERANCE[case.dtype] if case.entry == "attention" else 3e-2
-  assert_results_close(jax.tree.map(np.asarray, results), reference(case), tolerance)
+  assert_results_close(jax.tree.map(np.asarray, results), reference(case), TOLERANCE[case.dtype])
   assert not interpret_pallas_call.get_races().races_found
 
 

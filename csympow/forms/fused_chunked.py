@@ -24,6 +24,7 @@ from csympow.forms.spans import Settings
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import attention_forward, state_read, state_write
 
+_TINY = 1e-30
 WIDTH = 64  # of heads, in the kernels; narrower ones are filled up with zeros
 
 
@@ -175,13 +176,12 @@ def _backward(
   pulls, torques = _at_ends(saved, dS.inner, dZ, dfinal, Full(dS.final, dinitial_Z))
   # As in `near`, with queries and keys as the kernels had them, or rounding would not cancel.
   q, k = f.q_rounded.astype(jnp.float32).reshape(f.q.shape), f.k_rounded.astype(jnp.float32).reshape(f.k.shape)
-  far_G = (jnp.sum(q * dq, axis=(-2, -1)) - jnp.sum(k * dk, axis=-1)) / 2
-  dG = _anchored(inside.G.reshape(far_G.shape) + far_G, -pulls)
-  dlog_gate = prefix_sum(dG, reverse=True).hi + pulls[:, -1:]
+  parts = inside.G.reshape(f.until_end.shape), jnp.sum(q * dq, axis=(-2, -1)) / 2, -jnp.sum(k * dk, axis=-1) / 2
+  dlog_gate = prefix_sum(_anchored(parts, -pulls), reverse=True).hi + pulls[:, -1:]
   dtwist = None
   if saved.twist is not None:
-    far_twist = near.torque(q, dq) + near.torque(k[..., None, :], dk[..., None, :])
-    dtwist = _anchored(inside.twist.reshape(far_twist.shape) + far_twist, torques)
+    turned = near.torque(q, dq), near.torque(k[..., None, :], dk[..., None, :])
+    dtwist = _anchored((inside.twist.reshape(turned[0].shape), *turned), torques)
 
   shape = inside.q.shape
   dq = (inside.q + dq.reshape(shape)) * near.power_of_two(-x.q_exponent)
@@ -288,13 +288,18 @@ def _at_ends(
   return jnp.sum(ends[..., 0], axis=-1), 4 * jnp.pi * ends[..., 1]
 
 
-def _anchored(x: Float[Array, "B n t H *r"], ends: Float[Array, "B ends H *r"]) -> Float[Array, "B T H *r"]:
-  """X such that its sum over a chunk is the difference of the `ends`, exactly.
+def _anchored(
+  parts: tuple[Float[Array, "B n t H *r"], ...], ends: Float[Array, "B ends H *r"]
+) -> Float[Array, "B T H *r"]:
+  """The sum of the parts, such that over a chunk it is the difference of the `ends`.
 
-  Sums over many chunks then keep no rounding but that of their last.
+  Sums over many chunks then keep no rounding but that of their last. What is missing is shared out as errors are likely
+  to be: in proportion to the square of what was added.
   """
+  x = sum(parts[1:], parts[0])
+  share = sum(part * part for part in parts) + _TINY
   missing = (ends[:, 1:] - ends[:, :-1]) - jnp.sum(x, axis=2)
-  x = x.at[:, :, 0].add(missing)
+  x = x + missing[:, :, None] * share / jnp.sum(share, axis=2, keepdims=True)
   return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 

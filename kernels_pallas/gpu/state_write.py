@@ -54,8 +54,8 @@ def write(
   batch, all_heads, head_dim, time = x.shape
   heads, count = decay.shape[1:]
   value_dim, group, blocks = v.shape[2], all_heads // heads, time // count // ROWS  # blocks of tokens in a chunk
-  each = _coordinates(batch * heads, head_dim)
-  visits, slices = group * blocks, head_dim // (2 * each)
+  each = _coordinates(batch * heads, head_dim, in_pairs=others is not None)
+  visits, slices = group * blocks, -(-head_dim // (2 * each))
   slots = 6 if others is None else 4
 
   def kernel(x_ref, v_ref, k_ref, decay_ref, *more):
@@ -85,7 +85,10 @@ def write(
           s_smem[thread, n] = states[n].astype(s_smem.dtype)
         plgpu.commit_smem()
         for n in range(each):
-          plgpu.copy_smem_to_gmem(s_smem.at[thread, n], target(mine + n))
+
+          @pl.when(mine + n < head_dim)
+          def _(n=n):
+            plgpu.copy_smem_to_gmem(s_smem.at[thread, n], target(mine + n))
 
       def fetch_others(c):
         for n in range(each):
@@ -149,11 +152,16 @@ def write(
         states = (zeros,) * each
       else:
         states = tuple(
-          plgpu.load(initial_ref.at[b, head, mine + n], layout=WGMMA, optimized=False) for n in range(each)
+          plgpu.load(initial_ref.at[b, head, jnp.minimum(mine + n, head_dim - 1)], layout=WGMMA, optimized=False)
+          for n in range(each)
         )
       states = lax.fori_loop(0, count, advance, states)
       for n in range(each):
-        final_ref[b, head, mine + n] = states[n]
+
+        @pl.when(mine + n < head_dim)
+        def _(n=n):
+          final_ref[b, head, mine + n] = states[n]
+
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
@@ -215,10 +223,10 @@ def write(
   return States(found, final, inner[0] if inner else None)
 
 
-def _coordinates(rows: int, head_dim: int) -> int:
+def _coordinates(rows: int, head_dim: int, in_pairs: bool) -> int:
   """How many coordinates a warpgroup owns: those with which the chip is done first."""
 
   def rounds(each: int) -> int:
-    return -(-rows * head_dim // (2 * each) // MULTIPROCESSORS) * each
+    return -(-rows * -(-head_dim // (2 * each)) // MULTIPROCESSORS) * each
 
-  return min((4, 2), key=rounds)  # pairs are not split
+  return min((4, 2) if in_pairs else (4, 3, 2), key=rounds)
