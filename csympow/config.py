@@ -7,6 +7,7 @@ those who read the data, before anything compiles.
 
 import dataclasses
 import math
+import typing
 from typing import Any, Literal
 
 from csympow.model import ModelConfig
@@ -304,6 +305,42 @@ FREE = (
 def to_dict(config: Config) -> dict[str, Any]:
   """The config as nested dictionaries, for JSON."""
   return dataclasses.asdict(config)
+
+
+def from_dict(tree: Any) -> Config:
+  """The config that `to_dict` made these dictionaries of; raises a ConfigError naming a field that is no such field."""
+  return _built(Config, tree, "")
+
+
+def _built[C](schema: type[C], tree: Any, prefix: str) -> C:
+  _require(isinstance(tree, dict), f"{prefix.removesuffix('.') or 'the config'} must be a group of fields")
+  hints = typing.get_type_hints(schema)
+  fields: dict[str, Any] = {}
+  for name, value in tree.items():
+    _require(name in hints, f"no field {prefix}{name} in the config of this version")
+    if dataclasses.is_dataclass(hints[name]):
+      fields[name] = _built(hints[name], value, f"{prefix}{name}.")
+    else:
+      _require(_fits(hints[name], value), f"{prefix}{name} cannot be {value!r:.80}")
+      fields[name] = value
+  try:
+    return schema(**fields)
+  except ConfigError:
+    raise
+  except (TypeError, ValueError) as error:
+    raise ConfigError(f"{prefix}{error}") from error
+
+
+def _fits(hint: Any, value: Any) -> bool:
+  """Whether a value that JSON gave is of a field's type."""
+  options = typing.get_args(hint)
+  if typing.get_origin(hint) is Literal:
+    return value in options
+  if options:
+    return any(_fits(option, value) for option in options)
+  if hint is float:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+  return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -31,6 +31,11 @@ def effective_log_gate(
   return jnp.maximum(log_gate, RESET)
 
 
+def memory_length(mean_log_gate: Float[Array, "..."]) -> Float[Array, "..."]:
+  """The tokens after which a memory has faded to 1/e, at a gate that is constant: -1 / log gamma."""
+  return 1 / jnp.maximum(-mean_log_gate, 1e-9)
+
+
 class Decay(NamedTuple):
   """The discounts of a span of tokens, and the logarithm of the one over the whole span."""
 

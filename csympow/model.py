@@ -28,6 +28,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from csympow.checks import require_count, validated
+from csympow.keys import KeyCache
 from csympow.nn import (
   OPTIONS,
   Cache,
@@ -37,6 +38,7 @@ from csympow.nn import (
   check_options,
 )
 from csympow.sharding import Layout
+from csympow.state import State
 from csympow.validation import DTYPES
 
 # What the backward pass finds stored of each layer, beside its input. "none": everything it needs. "dots": the results
@@ -258,11 +260,17 @@ class Transformer(nnx.Module):
     logits = _readout(hidden, self.embedding.embedding[...])
     return jnp.where(jnp.arange(logits.shape[-1]) < self.config.vocab_size, logits, PADDED_LOGIT)
 
-  def init_cache(self, batch: int, max_length: int | None = None, dtype: Dtype | None = None) -> Cache:
+  def init_cache(
+    self, batch: int, max_length: int | None = None, dtype: Dtype | None = None, *, keep_keys: bool = False
+  ) -> Cache:
     """The empty cache of all layers, stacked: see `ConformalAttention.init_cache`. Donate it when you compile."""
     layers = self.config.num_layers
-    cache = self.layers.attention.init_cache(batch, max_length, dtype)
+    cache = self.layers.attention.init_cache(batch, max_length, dtype, keep_keys=keep_keys)
     return type(cache)(*(jnp.broadcast_to(a, (layers, *a.shape)) for a in cache))
+
+  def fold(self, cache: KeyCache) -> State:
+    """The states of all layers from their caches of keys: see `ConformalAttention.fold`."""
+    return State(*lax.map(self.layers.attention.fold, cache))
 
   @validated(_check_sequence)
   def prefill(
@@ -277,12 +285,24 @@ class Transformer(nnx.Module):
     self, tokens: Integer[Array, "B T"], cache: Cache, segment_ids: Integer[Array, "B T"] | None = None
   ) -> tuple[Float[Array, "B T d_model"], Cache]:
     """`prefill` without the logits: of a long prompt only the last token's are wanted."""
-    return self._extend(self._embed(tokens), cache, lambda block, x, cache: block.prefill(x, cache, segment_ids))
+    return self._extend(self._embed(tokens), cache, lambda block, x, cache: block.prefill(x, cache, segment_ids))[:2]
+
+  @validated(_check_sequence)
+  def prefill_gates(
+    self, tokens: Integer[Array, "B T"], cache: Cache, segment_ids: Integer[Array, "B T"] | None = None
+  ) -> tuple[tuple[Float[Array, "layers B T H"] | None, Float[Array, "layers B T H"] | None], Cache]:
+    """`gates` of the next tokens, and the new cache: statistics of texts of any length."""
+
+    def read(block: Block, x: Array, cache: Cache) -> tuple[Array, Cache]:
+      return block.prefill(x, cache, segment_ids)
+
+    _, cache, gates = self._extend(self._embed(tokens), cache, read, Block.gates)
+    return gates, cache
 
   @validated(_check_token)
   def step(self, token: Integer[Array, "B"], cache: Cache) -> tuple[Float[Array, "B padded_vocab_size"], Cache]:
     """Logits after one more token, and the new cache."""
-    hidden, cache = self._extend(self._embed(token), cache, Block.step)
+    hidden, cache, _ = self._extend(self._embed(token), cache, Block.step)
     return self.logits(hidden), cache
 
   def _laid_out(self, x: Float[Array, "B T d_model"]) -> Float[Array, "B T d_model"]:
@@ -300,23 +320,26 @@ class Transformer(nnx.Module):
     x: Float[Array, "*lead d_model"],
     cache: Cache,
     through: Callable[[Block, Array, Cache], tuple[Array, Cache]],
-  ) -> tuple[Float[Array, "*lead d_model"], Cache]:
+    observe: Callable[[Block, Array], Any] = lambda block, x: None,
+  ) -> tuple[Float[Array, "*lead d_model"], Cache, Any]:
+    """The last hidden states, the new cache, and what `observe` made of every layer and its input."""
     graphdef, layers = nnx.split(self.layers)
 
     # The cache travels as the carry and is updated in place: as scanned input and output it would exist twice, and at
     # p=4 once is most of a device's memory. The barrier makes one layer's part a copy of its own: without it XLA plans
     # to read that part after the update as well, and copies the whole cache to be able to.
-    def layer(carry: tuple[Array, Cache], scanned: tuple[Array, Any]) -> tuple[tuple[Array, Cache], None]:
+    def layer(carry: tuple[Array, Cache], scanned: tuple[Array, Any]) -> tuple[tuple[Array, Cache], Any]:
       x, cache = carry
       index, parameters = scanned
       of_layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), cache)
       of_layer = lax.optimization_barrier(of_layer)
-      x, new = through(nnx.merge(graphdef, parameters), x, of_layer)
+      block = nnx.merge(graphdef, parameters)
+      y, new = through(block, x, of_layer)
       cache = jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b.astype(a.dtype), index, 0), cache, new)
-      return (x, cache), None
+      return (y, cache), observe(block, x)
 
-    (x, cache), _ = lax.scan(layer, (x, cache), (jnp.arange(self.config.num_layers), layers))
-    return self.final_norm(x), cache
+    (x, cache), observed = lax.scan(layer, (x, cache), (jnp.arange(self.config.num_layers), layers))
+    return self.final_norm(x), cache, observed
 
 
 def _stacked_blocks(config: ModelConfig, layout: Layout | None, rngs: nnx.Rngs) -> Block:

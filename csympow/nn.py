@@ -9,6 +9,9 @@ paper's four variants, which differ in nothing but what follows:
 | sympow        | (q . k)^p      | 1            | 1 (rotary)    | csympow.State, of constant size |
 | sympow+gating | b_ij (q . k)^p | sigmoid(W x) | 1 (rotary)    | csympow.State, of constant size |
 | conformal     | b_ij (q . k)^p | sigmoid(W x) | 1 + tanh(W x) | csympow.State, of constant size |
+
+Where a state is larger than all keys and values so far, `init_cache(keep_keys=True)` keeps those (a
+csympow.keys.KeyCache), and `fold` turns them into the state when that has become the cheaper.
 """
 
 import functools
@@ -24,8 +27,9 @@ from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Integer
 
 import csympow
-from csympow import softmax
+from csympow import keys, softmax
 from csympow.checks import require_count, validated
+from csympow.keys import KeyCache
 from csympow.sharding import Layout
 from csympow.softmax import KVCache
 from csympow.validation import FORMS, IMPLEMENTATIONS, check_chunk_size, check_implementation, check_power
@@ -36,7 +40,7 @@ VARIANTS = ("softmax", "sympow", "sympow+gating", "conformal")
 _SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim")
 OPTIONS = (*_SIZES, "power", "variant", "max_length", "gate_offset", "form", "chunk_size", "implementation")
 
-Cache = csympow.State | KVCache
+Cache = csympow.State | KVCache | KeyCache
 
 
 def check_array(name: str, array: Any, layout: tuple[str | int, ...], kind: Any) -> None:
@@ -86,12 +90,14 @@ def check_options(given: Mapping[str, Any]) -> None:
 
 def check_cache(layer: "ConformalAttention", cache: Any, batch: int) -> None:
   """Raises a ValueError unless the cache is one of this layer's for this many rows."""
-  expected = KVCache if layer.variant == "softmax" else csympow.State
+  expected = (KVCache,) if layer.variant == "softmax" else (csympow.State, KeyCache)
   if not isinstance(cache, expected):
-    wanted = f"the {expected.__name__} that init_cache gives for variant {layer.variant!r}"
+    names = " or ".join(kind.__name__ for kind in expected)
+    wanted = f"the {names} that init_cache gives for variant {layer.variant!r}"
     raise ValueError(f"cache must be {wanted}, got {type(cache).__name__}")  # noqa: TRY004, every bad input is one
-  slots = cache.k.shape[-3] if isinstance(cache, KVCache) else None
-  fits = jax.eval_shape(functools.partial(layer.init_cache, batch, slots))
+  slots = None if isinstance(cache, csympow.State) else cache.k.shape[-3]
+  keep_keys = isinstance(cache, KeyCache)
+  fits = jax.eval_shape(functools.partial(layer.init_cache, batch, slots, keep_keys=keep_keys))
   for name, came, fitting in zip(cache._fields, cache, fits, strict=True):
     if came.shape != fitting.shape:
       wanted = f"{list(fitting.shape)} for this layer and {batch} rows"
@@ -106,7 +112,8 @@ def _check_sequence(given: Mapping[str, Any]) -> None:
   if "cache" in given:
     cache = given["cache"]
     check_cache(layer, cache, x.shape[0])
-    if isinstance(cache, KVCache) and segment_ids is None and x.shape[1] > cache.k.shape[1]:
+    slotted = isinstance(cache, KVCache | KeyCache)
+    if slotted and segment_ids is None and x.shape[1] > cache.k.shape[1]:
       raise ValueError(f"x must have no more tokens than the cache has slots, {cache.k.shape[1]}, got {x.shape[1]}")
 
 
@@ -231,29 +238,48 @@ class ConformalAttention(nnx.Module):
     attend = csympow.attention if self.layout is None else self.layout.attention
     return self.out(attend(q, k, v, segment_ids=segment_ids, **self._gating(x), **self._how()))
 
-  def init_cache(self, batch: int, max_length: int | None = None, dtype: Dtype | None = None) -> Cache:
+  def init_cache(
+    self, batch: int, max_length: int | None = None, dtype: Dtype | None = None, *, keep_keys: bool = False
+  ) -> Cache:
     """The empty cache to decode from, an immutable pytree.
 
     Args:
       batch: number of rows.
-      max_length: how many tokens a softmax cache has room for. The state of the other variants is of one size whatever
-        the length, so they ignore it.
+      max_length: how many tokens a cache of keys and values has room for. A state is of one size whatever the length,
+        and ignores it.
       dtype: what it is stored in. None: float32 for a state, since errors stay in it; for keys and values the layer's
         `dtype`.
+      keep_keys: whether to keep keys and values instead of a state; up to `tokens_of_a_state` they are the fewer bytes.
+        Softmax has nothing else to keep.
     """
     require_count("batch", batch)
-    if self.variant != "softmax":
+    if self.variant != "softmax" and not keep_keys:
       state_dtype = jnp.float32 if dtype is None else dtype
       return csympow.init_state(
         batch, self.num_kv_heads, self.head_dim, self.head_dim, power=self.power, dtype=state_dtype
       )
     if max_length is None:
-      raise ValueError("max_length must be given for the cache of variant 'softmax', which keeps every key: got None")
+      which = f"variant {self.variant!r}" + ("" if self.variant == "softmax" else " with keep_keys")
+      raise ValueError(f"max_length must be given for the cache of {which}, which keeps every key: got None")
     require_count("max_length", max_length)
-    if dtype is None:
-      dtype = self.param_dtype if self.dtype is None else self.dtype
+    dtype = self._key_dtype if dtype is None else dtype
+    if self.variant != "softmax":
+      return keys.init_keys(batch, max_length, self.num_kv_heads, self.head_dim, self.head_dim, dtype)
     shape = (batch, max_length, self.num_kv_heads, self.head_dim)
     return KVCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), length=jnp.zeros((batch,), jnp.int32))
+
+  @property
+  def tokens_of_a_state(self) -> int:
+    """How many tokens' keys and values take as many bytes as the state."""
+    return keys.tokens_of_a_state(self.num_kv_heads, self.head_dim, self.head_dim, self.power, self._key_dtype)
+
+  def fold(self, cache: KeyCache) -> csympow.State:
+    """The state that the tokens of a cache of keys add up to, to go on from."""
+    return keys.fold(cache, self.power)
+
+  @property
+  def _key_dtype(self) -> Dtype:
+    return self.param_dtype if self.dtype is None else self.dtype
 
   @validated(_check_sequence)
   def prefill(
@@ -261,13 +287,15 @@ class ConformalAttention(nnx.Module):
   ) -> tuple[Float[Array, "B T d_model"], Cache]:
     """Attends over the next tokens of sequences whose past is in the cache, in pieces of any length.
 
-    The cache continues into the first run of `segment_ids`, and the one returned holds the last run. A softmax cache
+    The cache continues into the first run of `segment_ids`, and the one returned holds the last run. A cache of keys
     that overflows turns the output of its row into NaN, from then on: a compiled program cannot raise, and this cannot
-    be overlooked. Its piece of T tokens needs a mask of T x (slots + T).
+    be overlooked. Softmax needs a mask of T x (slots + T) for a piece of T tokens.
     """
     q, k, v = self.query(x), self.key(x), self.value(x)
     if isinstance(cache, KVCache):
       y, cache = softmax.prefill(q, k, v, cache, self._rates(), segment_ids, self.implementation)
+    elif isinstance(cache, KeyCache):
+      y, cache = keys.prefill(q, k, v, cache, self.power, segment_ids=segment_ids, **self._gating(x))
     else:
       y, cache = csympow.prefill(q, k, v, state=cache, segment_ids=segment_ids, **self._gating(x), **self._how())
     return self.out(y), cache
@@ -278,6 +306,8 @@ class ConformalAttention(nnx.Module):
     q, k, v = self.query(x), self.key(x), self.value(x)
     if isinstance(cache, KVCache):
       y, cache = softmax.step(q, k, v, cache, self._rates())
+    elif isinstance(cache, KeyCache):
+      y, cache = keys.step(q, k, v, cache, self.power, **self._gating(x))
     else:
       y, cache = csympow.step(q, k, v, cache, power=self.power, **self._gating(x))
     return self.out(y), cache

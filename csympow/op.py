@@ -221,12 +221,14 @@ def _prepare(
   scale: ArrayLike | None,
   state: State | None,
   for_kernels: bool = False,
+  phase: Array | None = None,
 ) -> _Prepared:
+  """Checked arguments as the forms take them; `phase` is what the rotation goes on from where there is no state."""
   (batch, time, query_heads, head_dim), heads = q.shape, k.shape[2]
   if rates is not None and beta is None:
     beta = jnp.ones((1, time, 1), jnp.float32)
-  q, k, v, log_gate, beta, rates, segment_ids, state = _equally_varying(
-    (q, k, v, log_gate, beta, rates, segment_ids, state)
+  q, k, v, log_gate, beta, rates, segment_ids, state, phase = _equally_varying(
+    (q, k, v, log_gate, beta, rates, segment_ids, state, phase)
   )
   log_gate = jnp.zeros_like(k[..., 0], jnp.float32) if log_gate is None else log_gate
   valid, starts = None, None
@@ -236,11 +238,11 @@ def _prepare(
   q = q.astype(jnp.float32).reshape(batch, time, heads, query_heads // heads, head_dim)
   k = k.astype(jnp.float32)
 
-  phase, twist = jnp.zeros_like(k[:, 0, :, : head_dim // 2]) if state is None else state.phase, None
+  initial, twist = phase if state is None else state.phase, None
+  phase = jnp.zeros_like(k[:, 0, :, : head_dim // 2]) if initial is None else initial
   if rates is not None:
     if valid is not None:
       beta = jnp.where(valid[..., None], beta, 0.0)
-    initial = None if state is None else state.phase
     turns, carried = rotation.phases(beta, rates.astype(jnp.float32), starts=starts, initial=initial)
     if for_kernels:
       fixed = lax.stop_gradient(turns)

@@ -17,18 +17,22 @@ from typing import Any
 from csympow.config import Config, ConfigError
 
 
-def load(path: str, overrides: Mapping[str, str] | None = None) -> Config:
-  """The config that the file's `get_config()` returns, with fields replaced by dotted name."""
+@typing.overload
+def load(path: str, overrides: Mapping[str, str] | None = None) -> Config: ...
+@typing.overload
+def load[C](path: str, overrides: Mapping[str, str] | None = None, *, schema: type[C]) -> C: ...
+def load(path: str, overrides: Mapping[str, str] | None = None, *, schema: type = Config) -> Any:
+  """The config that the file's `get_config()` returns, of a schema, with fields replaced by dotted name."""
   file = Path(path)
   if not file.is_file():
     near = difflib.get_close_matches(file.name, [other.name for other in file.parent.glob("*.py")], n=1)
     hint = f"; did you mean {file.parent / near[0]}?" if near else ""
     raise ConfigError(f"--config must be a Python file with get_config(), and there is no {path}{hint}")
-  config = _run(file)
+  config = _run(file, schema)
   return replaced(config, overrides or {})
 
 
-def replaced(config: Config, overrides: Mapping[str, str]) -> Config:
+def replaced[C](config: C, overrides: Mapping[str, str]) -> C:
   """The config with fields replaced, all at once: only the result need make sense."""
   tree: dict[str, Any] = {}
   for name, text in overrides.items():
@@ -37,7 +41,7 @@ def replaced(config: Config, overrides: Mapping[str, str]) -> Config:
     for parent in parents:
       branch = branch.setdefault(parent, {})
     branch[leaf] = text
-  result: Config = _rebuilt(config, tree, "")
+  result: C = _rebuilt(config, tree, "")
   return result
 
 
@@ -60,7 +64,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]
   return rest, overrides
 
 
-def _run(file: Path) -> Config:
+def _run(file: Path, schema: type) -> Any:
   spec = importlib.util.spec_from_file_location("csympow_config_file", file)
   if spec is None or spec.loader is None:
     raise ConfigError(f"--config must be a Python file, got {file}")
@@ -72,8 +76,9 @@ def _run(file: Path) -> Config:
     raise
   except Exception as error:  # whatever a user's file raises is the user's to read
     raise ConfigError(f"{file}: {type(error).__name__}: {error}") from error
-  if not isinstance(config, Config):
-    raise ConfigError(f"{file}: get_config() must return a csympow.config.Config, got {type(config).__name__}")
+  if not isinstance(config, schema):
+    wanted = f"{schema.__module__}.{schema.__name__}"
+    raise ConfigError(f"{file}: get_config() must return a {wanted}, got {type(config).__name__}")
   return config
 
 

@@ -58,7 +58,7 @@ def prefix_sum(
   coarse, fine = _on_grid(x)
   total = two_sum(_exact(adds, coarse), _exact(adds, fine))
   if x.shape[1] > 1:
-    total = _add(_total_before(total, run), total)
+    total = add(_total_before(total, run), total)
   hi, lo = (array.reshape(batch, -1, heads)[:, :time] for array in total)
   return Total(hi[:, ::-1], lo[:, ::-1]) if reverse else Total(hi, lo)
 
@@ -67,11 +67,11 @@ def _total_before(totals: Total, run: Float[Array, "B n t 1"] | None) -> Total:
   """The sum of earlier blocks that each token goes on from: none once its own block has restarted."""
   by_block = Total(totals.hi[:, :, -1], totals.lo[:, :, -1])
   if run is None:
-    until = lax.associative_scan(_add, by_block, axis=1)
+    until = lax.associative_scan(add, by_block, axis=1)
   else:
 
     def join(left: tuple[Array, Total], right: tuple[Array, Total]) -> tuple[Array, Total]:
-      both = _add(left[1], right[1])
+      both = add(left[1], right[1])
       return left[0] | right[0], jax.tree.map(lambda new, sum: jnp.where(right[0], new, sum), right[1], both)
 
     _, until = lax.associative_scan(join, (run[:, :, -1] > 0, by_block), axis=1)
@@ -79,7 +79,8 @@ def _total_before(totals: Total, run: Float[Array, "B n t 1"] | None) -> Total:
   return Total(*(array if run is None else jnp.where(run == 0, array, 0.0) for array in before))
 
 
-def _add(left: Total, right: Total) -> Total:
+def add(left: Total, right: Total) -> Total:
+  """The sum of two totals, to 48 bits."""
   total, lost = two_sum(left.hi, right.hi)
   return two_sum(total, lost + (left.lo + right.lo))
 

@@ -88,8 +88,8 @@ def prefill(
   base = jnp.where(run[:, -1] == 0, cache.length, 0)
   place = jnp.where(kept, base[:, None] + place, slots)
   length = base + kept.sum(axis=1, dtype=jnp.int32)
-  cache = KVCache(k=_write(cache.k, place, k), v=_write(cache.v, place, v), length=length)
-  return _poison(y, cache), cache
+  cache = KVCache(k=place_tokens(cache.k, place, k), v=place_tokens(cache.v, place, v), length=length)
+  return poisoned(y, cache.length, slots), cache
 
 
 def step(
@@ -104,11 +104,11 @@ def step(
   turns, _ = phases(length.astype(jnp.float32)[:, None, None], rates)
   q, k, v = rotate(q[:, None], turns), rotate(k[:, None], turns), v[:, None]
   place = cache.length[:, None]
-  cache = KVCache(k=_write(cache.k, place, k), v=_write(cache.v, place, v), length=length)
+  cache = KVCache(k=place_tokens(cache.k, place, k), v=place_tokens(cache.v, place, v), length=length)
   mask = jnp.arange(cache.k.shape[1]) < length[:, None, None, None]
   # One query reads the cache once whatever computes it: XLA does that at the memory's speed, on every device.
   y = _dot_product(q, cache.k.astype(q.dtype), cache.v.astype(q.dtype), mask, "xla")
-  return _poison(y, cache)[:, 0], cache
+  return poisoned(y, length, cache.k.shape[1])[:, 0], cache
 
 
 def _same_run(run: Integer[Array, "B T"], valid: Bool[Array, "B T"]) -> Bool[Array, "B 1 T T"]:
@@ -116,17 +116,17 @@ def _same_run(run: Integer[Array, "B T"], valid: Bool[Array, "B T"]) -> Bool[Arr
   return (causal & (run[:, :, None] == run[:, None, :]) & valid[:, None, :])[:, None]
 
 
-def _write(
-  buffer: Float[Array, "B S H d"], place: Integer[Array, "B T"], new: Float[Array, "B T H d"]
-) -> Float[Array, "B S H d"]:
+def place_tokens(
+  buffer: Float[Array, "B S *rest"], place: Integer[Array, "B T"], new: Float[Array, "B T *rest"]
+) -> Float[Array, "B S *rest"]:
   """Puts each token in its slot; a place beyond the last slot is dropped."""
   rows = jnp.arange(buffer.shape[0])[:, None]
   return buffer.at[rows, place].set(new.astype(buffer.dtype), mode="drop")
 
 
-def _poison(y: Float[Array, "B T H d"], cache: KVCache) -> Float[Array, "B T H d"]:
-  overflow = cache.length > cache.k.shape[1]
-  return jnp.where(overflow[:, None, None, None], jnp.nan, y)
+def poisoned(y: Float[Array, "B T H d"], length: Integer[Array, "B"], slots: int) -> Float[Array, "B T H d"]:
+  """The outputs, or NaN in rows that have more tokens than slots: a compiled program has no other way to refuse."""
+  return jnp.where((length > slots)[:, None, None, None], jnp.nan, y)
 
 
 def _dot_product(

@@ -14,6 +14,14 @@ hypothesis.settings.register_profile("csympow", derandomize=True, deadline=None,
 hypothesis.settings.load_profile("csympow")
 
 
+@pytest.fixture
+def quick_compilation():
+  """Little of the compiler's effort, for tests of whole programs in which nothing is timed."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(autouse=True)
 def exact_products():
   """The default rounds float32 products on GPU and TPU; every tolerance here assumes that it does not."""

@@ -1,4 +1,4 @@
-"""Real runs of train.py, as processes."""
+"""Real runs of train.py and eval.py, as processes; and runs that nobody trained, for what needs only their shape."""
 
 import json
 import os
@@ -8,11 +8,15 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from csympow.train.checkpoint import finished_steps
+from csympow import overrides
+from csympow.train.checkpoint import Checkpoints, finished_steps
 from csympow.train.metrics import read
+from csympow.train.step import Program
+from csympow.train.workdir import claim
 
 ROOT = Path(__file__).parents[1]
 TINY = "tests/tiny_config.py"
@@ -23,23 +27,50 @@ TIMINGS = ("tokens_per_s", "step_s", "eta_s")
 
 def start(workdir, *arguments, devices=1, config=TINY, before=""):
   """A run under way; `before` is for the shell that starts it."""
+  return begin("train.py", f"--config={config}", f"--workdir={workdir}", *arguments, devices=devices, before=before)
+
+
+def begin(*command, devices=1, before=""):
+  """A program of the root directory under way."""
   environment = os.environ | {
     "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     "JAX_PLATFORMS": "cpu",
     "JAX_COMPILATION_CACHE_DIR": _CACHE,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
   }
-  command = [sys.executable, "train.py", f"--config={config}", f"--workdir={workdir}", *arguments]
-  command = ["bash", "-c", f'{before}\nexec "$@"', "bash", *command]
+  command = ["bash", "-c", f'{before}\nexec "$@"', "bash", sys.executable, *map(str, command)]
   return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def run(workdir, *arguments, expect=0, **options):
   """A run to its end: what it printed, on standard output and on standard error."""
-  process = start(workdir, *arguments, **options)
+  return finish(start(workdir, *arguments, **options), expect)
+
+
+def evaluate(*arguments, expect=0, **options):
+  """An evaluation to its end: what it printed, on standard output and on standard error."""
+  return finish(begin("eval.py", *arguments, **options), expect)
+
+
+def finish(process, expect=0):
+  """What a program printed, on standard output and on standard error."""
   output, errors = process.communicate(timeout=300)
   assert process.returncode == expect, f"exit code {process.returncode}, not {expect}\n{output}\n{errors}"
   return output, errors
+
+
+def untrained(workdir, layout=None, seed=0, **changes):
+  """The directory of a run of the tiny config that was saved before its first step; returns its parameters."""
+  config = overrides.load(TINY, changes | {"seed": str(seed)})
+  workdir.mkdir(parents=True, exist_ok=True)
+  claim(workdir, config, "fingerprint")
+  program = Program(config, layout)
+  shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state())
+  state = jax.jit(program.init, out_shardings=shardings)()
+  checkpoints = Checkpoints(workdir.absolute() / "checkpoints", config.checkpoint)
+  checkpoints.save(state)
+  checkpoints.wait()
+  return state.parameters
 
 
 def wait_for(process, text):

@@ -280,7 +280,7 @@ def test_layouts_that_do_not_fit_are_refused():
   refuse(r"segment_ids must be signedinteger \[2, 5\], got int32\[5\]", layer, x, jnp.zeros(5, int))
   refuse(r"segment_ids must be signedinteger \[2, 5\], got float32\[2, 5\]", layer, x, jnp.zeros((2, 5)))
   refuse(r"x must be floating \[B, 24\], got float32\[2, 5, 24\]", layer.step, x, state)
-  refuse("cache must be the State that init_cache gives for variant 'conformal', got NoneType", layer.prefill, x, None)
+  refuse("cache must be the State or KeyCache that init_cache .* 'conformal', got NoneType", layer.prefill, x, None)
   refuse("cache must be the KVCache .* variant 'softmax', got State", softmax.prefill, x, state)
   refuse(r"cache.S must have shape \[2, 2, 36, 8\] .* got \[3, 2, 36, 8\]", layer.prefill, x, layer.init_cache(3))
   refuse("x must have no more tokens than the cache has slots, 4, got 5", softmax.prefill, x, softmax.init_cache(2, 4))

@@ -10,6 +10,7 @@ class Progress:
   def __init__(self, total: int):
     self._total, self._fresh, self.done = total, 0, 0
     self._start = time.monotonic()
+    self._first_done: float | None = None
     self._terminal = sys.stdout.isatty()
     self._interval = 0.1 if self._terminal else 5.0
     self._shown = self._start
@@ -20,15 +21,23 @@ class Progress:
     return max(time.monotonic() - self._start, 1e-3)
 
   def add(self, weight: int, fresh: bool = True) -> None:
-    """Counts work as done; time is predicted from what was not found done already."""
+    """Counts work as done; time is predicted from what was not found done already.
+
+    The first piece does not count for that: what happens once, such as compiling, happens before it is done.
+    """
     self.done += weight
-    self._fresh += weight * fresh
+    if fresh and self._first_done is None:
+      self._first_done = time.monotonic()
+    elif fresh:
+      self._fresh += weight
 
   def show(self, text: str) -> None:
     """Says so, if it is time to."""
     if time.monotonic() - self._shown >= self._interval:
       self._shown = time.monotonic()
-      left = self.seconds * (self._total - self.done) / self._fresh if self._fresh else None
+      left = None
+      if self._fresh and self._first_done is not None:
+        left = (time.monotonic() - self._first_done) * (self._total - self.done) / self._fresh
       self._print(f"{text}, {'?' if left is None else _duration(left)} left", end="" if self._terminal else "\n")
 
   def end(self, text: str) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from csympow.config import ConfigError, DataConfig
+
 if TYPE_CHECKING:
   import tokenizers
 
@@ -113,6 +115,25 @@ class BPETokenizer:
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
   """The tokenizer "bytes", or that of a JSON file."""
   return ByteTokenizer() if str(name_or_path) == ByteTokenizer.name else BPETokenizer(name_or_path)
+
+
+def find_tokenizer(data: DataConfig) -> Tokenizer | None:
+  """The tokenizer that the config names, or else the dataset itself; None if neither does."""
+  if data.tokenizer is not None:
+    try:
+      return load_tokenizer(data.tokenizer)
+    except ValueError as error:
+      raise ConfigError(f"data.tokenizer: {error}") from error
+  if data.train == "embedded":
+    return load_tokenizer("bytes")
+  described = Path(data.train).parent / "dataset.json"
+  if "://" in data.train or not described.exists():
+    return None
+  try:
+    told = json.loads(described.read_text())["tokenizer"]
+    return load_tokenizer("bytes" if told["name"] == "bytes" else str(described.parent / told["file"]))
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise ConfigError(f"{described} names no tokenizer that can be read: {error}") from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "tokenizers.Tokenizer":

@@ -1,147 +1,121 @@
-"""Held-out loss against context: streamed through the state piece by piece, far past the training context."""
+"""Held-out loss against context: `--task=context`.
 
-import csv
-import functools
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
+Each stretch of held-out text is streamed once through the state for the loss at every position, and its last part
+again and again, from ever nearer to the end, for the window-matched loss. Below the number of scored tokens, these are
+cut into blocks of C that each begin anew: at every C no scored token sees more than C tokens.
+"""
 
-import jax
-import jax.numpy as jnp
+import argparse
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import numpy as np
 from jaxtyping import Float, Int
 
-from csympow.data.loader import Windows
-from csympow.model import Transformer
-from csympow.nn import Cache
-from csympow.train.loss import token_losses
+from csympow.config import ConfigError
+from csympow.data.progress import Progress
+from csympow.evaluate import context_report, curves
+from csympow.evaluate.kept import Kept, digest
+from csympow.evaluate.runs import Run, open_runs
+from csympow.evaluate.streaming import Shape, shape_for, stream
+from csympow.evaluate.stretches import Stretches, common_stretches
 
-_PIECE = 512  # tokens that enter the state at once
-_TOKENS_AT_ONCE = 2**18  # of all documents that are streamed side by side
-_CACHE_BYTES = 4 * 2**30  # that their states may take: at p=4 one of the 124M model is 28 GB
+_FORMAT = 1  # of what is kept
 
 
-class Curve(NamedTuple):
-  """The loss at positions in (context / 2, context], one entry a power of two.
+class Losses(NamedTuple):
+  """The losses of one run.
 
   Attributes:
-    context: the last position of each bucket.
-    loss: the mean over positions and documents, in nats.
-    error: its standard error over documents.
-    documents: how many, or stretches of documents.
+    sums: over each bucket of positions of each stretch.
+    counts: of the tokens in each sum.
+    windows: the window-matched loss of each stretch at each of `curves.contexts`.
   """
 
-  context: list[int]
-  loss: list[float]
-  error: list[float]
-  documents: int
+  sums: Float[np.ndarray, "n b"]
+  counts: Int[np.ndarray, "n b"]
+  windows: Float[np.ndarray, "n c"]
 
 
-def position_losses(
-  model: Transformer, windows: Windows, indices: list[int], check: Callable[[int], None] = lambda done: None
-) -> Float[np.ndarray, "documents length"]:
-  """The loss of every position of some windows, in memory that does not grow with their length.
-
-  NaN where there is nothing to predict. `check` is called between pieces with the tokens done. (A softmax model does
-  keep all keys and values.)
-  """
-  length = windows.context
-  piece = min(_PIECE, length)
-  one = jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(1, length)))
-  bytes_of_one = sum(x.size * x.dtype.itemsize for x in one)
-  group = max(1, min(_TOKENS_AT_ONCE // length, _CACHE_BYTES // bytes_of_one))
-
-  @functools.partial(jax.jit, donate_argnums=1)
-  def advance(
-    model: Transformer, cache: Cache, tokens: Int[jax.Array, "B t"], targets: Int[jax.Array, "B t"]
-  ) -> tuple[Float[jax.Array, "B t"], Cache]:
-    hidden, cache = model.prefill_hidden(tokens, cache)
-    nll, _ = token_losses(model.logits(hidden), targets)
-    return jnp.where(targets >= 0, nll, jnp.nan), cache
-
-  # Whole groups of whole pieces, the last ones padded: one program for all of them.
-  padding = ((0, -len(indices) % group if len(indices) > group else 0), (0, -length % piece))
-  rows = [windows[index] for index in indices]
-  tokens = np.pad(np.stack([row[0] for row in rows]), padding)
-  targets = np.pad(np.stack([row[1] for row in rows]), padding, constant_values=-1)
-  found = np.zeros(tokens.shape, np.float32)
-  done = 0
-  for first in range(0, len(tokens), group):
-    members = slice(first, first + group)
-    cache = model.init_cache(len(tokens[members]), tokens.shape[1])
-    for start in range(0, tokens.shape[1], piece):
-      check(done)
-      part = (members, slice(start, start + piece))
-      found[part], cache = advance(model, cache, tokens[part], targets[part])
-      done += tokens[part].size
-  return found[: len(indices), :length]
+def add_options(parser: argparse.ArgumentParser) -> None:
+  """The task's own options."""
+  group = parser.add_argument_group("context")
+  group.add_argument("--documents", type=int, default=32, metavar="N", help="stretches of text, at most (%(default)s)")
+  group.add_argument("--heldout", metavar="DATA", help="a dataset, or embedded, in place of the runs' own held-out one")
 
 
-def curve(losses: Float[np.ndarray, "documents length"]) -> Curve:
-  """The losses by powers of two of the position."""
-  documents, length = losses.shape
-  contexts = [2**n for n in range(length.bit_length()) if 2**n <= length]
-  means, errors = [], []
-  for context in contexts:
-    by_document = np.nanmean(losses[:, context // 2 : context], axis=1)
-    means.append(float(by_document.mean()))
-    errors.append(float(by_document.std(ddof=1) / np.sqrt(documents)) if documents > 1 else float("nan"))
-  return Curve(contexts, means, errors, documents)
+def run(args: argparse.Namespace) -> None:
+  """The task."""
+  if args.documents < 1:
+    raise ConfigError(f"--documents must be at least 1, got {args.documents}")
+  runs = open_runs(args)
+  stretches = common_stretches(runs, args.heldout, args.max_context, args.documents)
+  print(f"held-out loss against context: {stretches.describe()}, from {stretches.source}", flush=True)
+  if stretches.length < args.max_context:
+    print(f"--max_context={args.max_context:,} is more than there is: {stretches.length:,} tokens instead", flush=True)
+  kept = Kept(args.out, "context")
+  passes = [max(context, min(curves.SCORED, stretches.length)) for context in curves.contexts(stretches.length)]
+  work = sum(passes) * len(stretches.tokens) * len(runs)
+  progress = Progress(work)
+  losses = [measure(each, stretches, kept, progress) for each in runs]
+  progress.end(f"read {work:,} tokens")
+  print(context_report.write(args.out, runs, stretches, losses), flush=True)
 
 
-def table(result: Curve, trained: int) -> str:
-  """For a terminal."""
-  lines = ["  positions         loss (nats/token)   standard error"]
-  for context, loss, error in zip(result.context, result.loss, result.error, strict=True):
-    if context < 8 and context != 1:
-      continue
-    span = f"{context // 2 + 1:,} to {context:,}" if context > 1 else "1"
-    mark = "   <- training context" if context == trained else f"   {context // trained}x" if context > trained else ""
-    lines.append(f"  {span:<18}{loss:>10.4f}{error:>19.4f}{mark}")
-  return "\n".join(lines)
+def measure(run: Run, stretches: Stretches, kept: Kept, progress: Progress) -> Losses:
+  """The losses of a run, of which those that are kept already are not computed again."""
+  length, count = stretches.length, len(stretches.tokens)
+  shape = shape_for(run.model, length, count)
+  contexts = curves.contexts(length)
+  found: dict[tuple[int, int], Any] = {}
+  # The longest pass first: it is also the one of all positions.
+  for context in reversed(contexts):
+    keys = [_key(run, tokens, context, length) for tokens in stretches.tokens]
+    for index in range(count):
+      result = kept.get(keys[index])
+      if result is not None:
+        found[index, context] = result
+        progress.add(max(context, min(curves.SCORED, length)), fresh=False)
+    missing = [index for index in range(count) if (index, context) not in found]
+    for first in range(0, len(missing), shape.rows):
+      group = missing[first : first + shape.rows]
+      for index, result in zip(group, _pass(run, stretches, group, context, shape, progress), strict=True):
+        kept.put(keys[index], result)
+        found[index, context] = result
+  whole = [found[index, length] for index in range(count)]
+  return Losses(
+    sums=np.asarray([result["sums"] for result in whole]),
+    counts=np.asarray([result["counts"] for result in whole]),
+    windows=np.asarray([[found[index, context]["window"] for context in contexts] for index in range(count)]),
+  )
 
 
-def made_at(directory: Path) -> int | None:
-  """The step of the model whose curve lies in the directory."""
-  try:
-    step: int = json.loads((directory / "context.json").read_text())["step"]
-  except (OSError, ValueError, KeyError, TypeError):
-    return None
-  return step
+def _pass(
+  run: Run, stretches: Stretches, group: list[int], context: int, shape: Shape, progress: Progress
+) -> Iterator[dict[str, Any]]:
+  """Streams the last `context` tokens of some stretches; for each the loss of its very last, and sums by position."""
+  length = stretches.length
+  scored = min(curves.SCORED, length)
+  read = max(context, scored)
+  tokens, targets = (rows[:, length - read :] for rows in stretches.rows(group))
+  blocks = (np.arange(read, dtype=np.int32) - read) // context + read  # whole ones at the end
+  last = np.full((len(group), scored), np.nan)
+  buckets = curves.BucketSums(len(group), length)
+  for start, losses in stream(run.model, tokens, targets, shape, blocks):
+    if context == length:
+      buckets.add(start, losses)
+    offset = start - (read - scored)  # of the piece in the scored tokens
+    inside = losses[:, max(0, -offset) :]
+    last[:, max(0, offset) : max(0, offset) + inside.shape[1]] = inside
+    progress.add(losses.size)
+    progress.show(f"{run.label}: the last {context:,} tokens, {start + losses.shape[1]:,} read")
+  for row in range(len(group)):
+    result: dict[str, Any] = {"window": float(np.nanmean(last[row]))}
+    if context == length:
+      result |= {"sums": buckets.sums[row].tolist(), "counts": buckets.counts[row].tolist()}
+    yield result
 
 
-def write(result: Curve, directory: Path, trained: int, step: int, label: str) -> Path:
-  """Writes context.csv, context.png and, last and at once, context.json; returns the picture's path."""
-  with (directory / "context.csv").open("w", newline="") as opened:
-    writer = csv.writer(opened)
-    writer.writerow(["context", "loss", "standard_error", "documents"])
-    writer.writerows(zip(result.context, result.loss, result.error, [result.documents] * len(result.loss), strict=True))
-  picture = _plot(result, directory / "context.png", trained, label)
-  temporary = directory / ".context.json"
-  temporary.write_text(json.dumps(result._asdict() | {"trained_at": trained, "step": step}, indent=1))
-  temporary.rename(directory / "context.json")
-  return picture
-
-
-def _plot(result: Curve, path: Path, trained: int, label: str) -> Path:
-  # Not pyplot: that would look for a display.
-  from matplotlib.backends.backend_agg import FigureCanvasAgg
-  from matplotlib.figure import Figure
-
-  figure = Figure(figsize=(6.4, 4), dpi=150, layout="constrained")
-  FigureCanvasAgg(figure)
-  axes = figure.subplots()
-  middle = [max(1.0, 0.75 * context) for context in result.context]
-  axes.errorbar(middle, result.loss, yerr=result.error, marker="o", markersize=4, capsize=2, label=label)
-  axes.axvline(trained, color="red", linestyle="--", linewidth=1, label=f"training context, {trained:,} tokens")
-  axes.set_xscale("log", base=2)
-  axes.set_xlabel("position in the document (tokens)")
-  axes.set_ylabel("held-out loss (nats per token)")
-  axes.set_xticks(result.context[::2], [f"{context:,}" for context in result.context[::2]])
-  axes.minorticks_off()
-  axes.set_title(f"mean over {result.documents} stretches of held-out text, and its standard error", fontsize=10)
-  axes.grid(alpha=0.3)
-  axes.legend()
-  figure.savefig(path)
-  return path
+def _key(run: Run, tokens: Int[np.ndarray, "n"], context: int, length: int) -> str:
+  whole, scored = context == length, min(curves.SCORED, length)
+  return digest(_FORMAT, run.identity, run.config.model, context, whole, tokens[length - max(context, scored) :])

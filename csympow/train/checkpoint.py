@@ -148,6 +148,25 @@ def finished_steps(directory: Path) -> list[int]:
   return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit() and (path / MANIFEST).exists())
 
 
+def load_parameters(path: Path, abstract: Any) -> Any:
+  """The parameters alone of a checkpoint, on the devices of `abstract`; raises a ConfigError if they are not of it."""
+  kept = _shapes(ocp.metadata(path).metadata["parameters"])
+  wanted = _shapes(abstract)
+  for name in sorted({*kept, *wanted}):
+    if kept.get(name) != wanted.get(name):
+      there, here = (found.get(name, "absent") for found in (kept, wanted))
+      raise ConfigError(f"{path} is not of the config beside it: {name} is {there} there, {here} by the config")
+  context = ocp.Context()
+  context.pytree.loading.partial_load = True
+  with context:
+    return ocp.load(path, {"parameters": abstract})["parameters"]
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+  return {jax.tree_util.keystr(path, simple=True, separator="."): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+
+
 def write_manifest(path: Path) -> None:
   """Vouches for what the directory holds now, down to the disk."""
   files = {}

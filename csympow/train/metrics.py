@@ -29,7 +29,7 @@ class Journal:
 
   def write(self, record: dict[str, Any]) -> None:
     """Adds a line; numbers, also nested ones, go to TensorBoard as well."""
-    self._file.write(json.dumps(_finite(record)) + "\n")
+    self._file.write(json.dumps(finite(record)) + "\n")
     self._file.flush()
     self._postponed.unlink(missing_ok=True)
     if self._writer is not None:
@@ -38,7 +38,7 @@ class Journal:
 
   def postpone(self, record: dict[str, Any]) -> None:
     """Keeps a record that was not completed for the next part of the run, which finds it in `postponed`."""
-    self._postponed.write_text(json.dumps(_finite(record)))
+    self._postponed.write_text(json.dumps(finite(record)))
 
   def _take_postponed(self, step: int) -> dict[str, Any] | None:
     try:
@@ -90,11 +90,12 @@ def _rewind(path: Path, step: int) -> set[int]:
   return {record["step"] for record in kept}
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+  """The value with None for every number that JSON does not have."""
   if isinstance(value, dict):
-    return {name: _finite(inner) for name, inner in value.items()}
+    return {name: finite(inner) for name, inner in value.items()}
   if isinstance(value, list):
-    return [_finite(inner) for inner in value]
+    return [finite(inner) for inner in value]
   return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -148,7 +149,7 @@ def readable(number: float) -> str:
   return f"{number:.3g}"
 
 
-def size(count: float) -> str:
+def size(count: int | float) -> str:
   """Bytes, for people."""
   for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
     if count >= unit:

@@ -5,7 +5,6 @@ after saving, 1 anything else.
 """
 
 import argparse
-import errno
 import functools
 import logging
 import os
@@ -20,18 +19,18 @@ import jax
 import numpy as np
 
 from csympow import overrides
+from csympow.command import EXIT_DONE, EXIT_ERROR, EXIT_NOT_FINITE, EXIT_STOPPED, EXIT_USAGE, Parser, fail, no_room
 from csympow.config import Config, ConfigError
 from csympow.data.loader import Batch, Windows, batches, open_documents
+from csympow.data.tokenizer import find_tokenizer
 from csympow.sharding import Layout, make_mesh, mesh_sizes
 from csympow.train import banner, launch, workdir
 from csympow.train.checkpoint import Checkpoints
 from csympow.train.loop import HaltedError, Loop, Profile, StopFlags
 from csympow.train.metrics import Journal
-from csympow.train.reports import Reports, find_tokenizer
+from csympow.train.reports import Reports
 from csympow.train.step import Program, TrainState
-from csympow.train.stop import EXIT_STOPPED, Stop, Stopped
-
-EXIT_DONE, EXIT_ERROR, EXIT_USAGE, EXIT_NOT_FINITE = 0, 1, 2, 3
+from csympow.train.stop import Stop, Stopped
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -55,29 +54,24 @@ def _run(arguments: list[str], stop: Stop) -> int:
     options = _parse(rest)
     run(options, changes, stop)
   except ConfigError as error:
-    return _fail(str(error), EXIT_USAGE)
+    return fail(str(error), EXIT_USAGE)
   except Stopped:
     return EXIT_STOPPED
   except HaltedError as error:
-    return _fail(str(error), EXIT_NOT_FINITE)
+    return fail(str(error), EXIT_NOT_FINITE)
   except SystemExit as error:  # argparse
     return error.code if isinstance(error.code, int) else EXIT_USAGE
   except Exception as error:
-    full = _no_room(error)
+    full = no_room(error, "the workdir")
     if full is not None:
-      return _fail(f"{full}; the last finished checkpoint is whole, and the same command goes on from it", EXIT_ERROR)
+      return fail(f"{full}; the last finished checkpoint is whole, and the same command goes on from it", EXIT_ERROR)
     traceback.print_exc()
     return EXIT_ERROR
   return EXIT_DONE
 
 
-class _Parser(argparse.ArgumentParser):
-  def error(self, message: str) -> NoReturn:
-    raise ConfigError(f"{message}; see --help")
-
-
 def _parse(arguments: list[str]) -> argparse.Namespace:
-  parser = _Parser(
+  parser = Parser(
     prog="train.py",
     allow_abbrev=False,
     description="Trains a model. The same command again goes on where the last one stopped.",
@@ -234,22 +228,6 @@ def _shardings(abstract: Any) -> Any:
 
 def _bytes(abstract: Any) -> int:
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
-
-
-def _no_room(error: BaseException | None) -> str | None:
-  """The line for an error that is a full disk or a failing one, however deep it lies and whoever tells of it."""
-  reasons = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)]
-  while error is not None:
-    for reason in reasons:
-      if reason in str(error):
-        return f"writing to the workdir failed: {reason}"
-    error = error.__cause__ or error.__context__
-  return None
-
-
-def _fail(line: str, code: int) -> int:
-  print(f"csympow: {line}", file=sys.stderr, flush=True)
-  return code
 
 
 def _silent(*_: Any, **__: Any) -> None:

@@ -1,7 +1,6 @@
 """What a run tells of its model beside the loss: held-out loss, gates, text, and the curve that ends it."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from csympow.config import Config, ConfigError, DataConfig
+from csympow.config import Config
 from csympow.data.loader import Batch, Windows, batches
-from csympow.data.tokenizer import Tokenizer, load_tokenizer
-from csympow.evaluate import context as context_loss
-from csympow.evaluate.sample import continuation
+from csympow.data.tokenizer import Tokenizer
+from csympow.evaluate import octaves
+from csympow.evaluate.generation import continuation
+from csympow.evaluate.streaming import position_losses
+from csympow.gates import memory_length
 from csympow.model import Transformer
 from csympow.shell import python
 from csympow.train import flops
@@ -80,7 +81,7 @@ class Reports:
   def unfinished(self) -> bool:
     """Whether the curve that ends the run is still to be made."""
     wanted = self._heldout is not None and self._config.log.context_curve >= self._config.context
-    return wanted and context_loss.made_at(self._directory) != self._config.steps
+    return wanted and octaves.made_at(self._directory) != self._config.steps
 
   def final(self, state: TrainState) -> None:
     """The held-out loss against context, as a table and a picture, and what to do next."""
@@ -102,11 +103,11 @@ class Reports:
     print(
       f"\nheld-out loss against context: {len(indices)} stretches of {length:,} tokens, trained at {config.context:,}"
     )
-    losses = context_loss.position_losses(model, windows, indices, lambda _: self._stop.check())
-    result = context_loss.curve(losses)
+    losses = position_losses(model, windows, indices, lambda _: self._stop.check())
+    result = octaves.curve(losses)
     label = config.model.variant + ("" if config.model.variant == "softmax" else f", p={config.model.power}")
-    picture = context_loss.write(result, self._directory, config.context, config.steps, label)
-    print(f"{context_loss.table(result, config.context)}\nplot: {picture}")
+    picture = octaves.write(result, self._directory, config.context, config.steps, label)
+    print(f"{octaves.table(result, config.context)}\nplot: {picture}")
 
   def _long_windows(self) -> tuple[Windows, list[int]]:
     """Windows of held-out text that each lie in one document, as long as the config asks or else as there are."""
@@ -152,7 +153,7 @@ class Reports:
     weights = valid[None, ..., None] / jnp.maximum(valid.sum(), 1)
     found = {}
     if log_gate is not None:
-      found["memory"] = 1 / jnp.maximum(-(log_gate * weights).sum((1, 2)), 1e-9)
+      found["memory"] = memory_length((log_gate * weights).sum((1, 2)))
     if beta is not None:
       mean = (beta * weights).sum((1, 2))
       found["beta_mean"] = mean
@@ -195,25 +196,6 @@ class Reports:
       parameters = jax.tree.map(lambda x: x.addressable_data(0), parameters)
     graphdef = nnx.split(nnx.eval_shape(lambda: Transformer(self._config.model, rngs=nnx.Rngs(0))))[0]
     return nnx.merge(graphdef, parameters)
-
-
-def find_tokenizer(data: DataConfig) -> Tokenizer | None:
-  """The tokenizer that the config names, or else the dataset itself; None if neither does."""
-  if data.tokenizer is not None:
-    try:
-      return load_tokenizer(data.tokenizer)
-    except ValueError as error:
-      raise ConfigError(f"data.tokenizer: {error}") from error
-  if data.train == "embedded":
-    return load_tokenizer("bytes")
-  described = Path(data.train).parent / "dataset.json"
-  if "://" in data.train or not described.exists():
-    return None
-  try:
-    told = json.loads(described.read_text())["tokenizer"]
-    return load_tokenizer("bytes" if told["name"] == "bytes" else str(described.parent / told["file"]))
-  except (OSError, ValueError, KeyError, TypeError) as error:
-    raise ConfigError(f"{described} names no tokenizer that can be read: {error}") from error
 
 
 def _with_batches(config: Config, heldout: Windows) -> Config:

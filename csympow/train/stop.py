@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-EXIT_STOPPED = 75
 
 
 class Stopped(Exception):

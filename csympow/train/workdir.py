@@ -23,14 +23,14 @@ def check(workdir: Path, config: Config, fingerprint: str) -> None:
       pass
   except OSError as error:
     raise ConfigError(f"--workdir={workdir} cannot be written to: {os.strerror(error.errno or 0)}") from error
-  stored = _stored(workdir)
-  if stored is None:
+  found = stored(workdir)
+  if found is None:
     return
-  differing = differences(to_dict(config), stored["config"])
+  differing = differences(to_dict(config), found["config"])
   if differing:
     told = "; ".join(f"{name} is {theirs!r} there, {ours!r} here" for name, (ours, theirs) in sorted(differing.items()))
     raise ConfigError(f"--workdir={workdir} holds a run of another config: {told}. Give this one a workdir of its own")
-  if stored["data"] != fingerprint:
+  if found["data"] != fingerprint:
     raise ConfigError(f"--workdir={workdir} holds a run on other data: {config.data.train} has changed since")
 
 
@@ -71,15 +71,16 @@ def check_room(workdir: Path, checkpoint_bytes: int, keep: int) -> None:
     )
 
 
-def _stored(workdir: Path) -> dict[str, Any] | None:
+def stored(workdir: Path) -> dict[str, Any] | None:
+  """What config.json says: the `config` and the fingerprint of the `data`; None if there is no run yet."""
   path = workdir / "config.json"
   if not path.exists():
     if (workdir / "checkpoints").exists():
       raise ConfigError(f"--workdir={workdir} has checkpoints and no config.json to tell whose they are")
     return None
   try:
-    stored: dict[str, Any] = json.loads(path.read_text())
-    stored["config"]["model"], stored["data"]
+    found: dict[str, Any] = json.loads(path.read_text())
+    found["config"]["model"], found["data"]
   except (ValueError, KeyError, TypeError) as error:
     raise ConfigError(f"{path} cannot be read as the config of a run") from error
-  return stored
+  return found

@@ -1,0 +1,103 @@
+"""The evaluation of runs; `main` is what `eval.py` calls. Exit codes are those of `csympow.command`."""
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+from csympow.command import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, Parser, fail, no_room
+from csympow.config import ConfigError
+from csympow.evaluate.kept import kept_file
+from csympow.train.stop import Stop, Stopped
+
+# The module of each task (see `csympow.evaluate`), imported when it is asked for.
+TASKS = {
+  "context": "csympow.evaluate.context",
+  "recall": "csympow.evaluate.recall",
+  "passkey": "csympow.evaluate.passkey",
+  "needles": "csympow.evaluate.needles",
+  "sample": "csympow.evaluate.sample",
+  "memory": "csympow.evaluate.memory",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+  """Runs the command line and ends the process with its exit code."""
+  stop = Stop()
+  stop.install()
+  logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax explains at length what `fail` says in a line
+  code = _run(list(sys.argv[1:] if arguments is None else arguments), stop)
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)  # the task may still be at work in its thread, and Python would wait for it
+
+
+def _run(arguments: list[str], stop: Stop) -> int:
+  where = "--out"
+  try:
+    args, task = _parse(arguments)
+    where = f"--out={args.out}"
+    _make(args.out)
+    args.stop = stop
+    # On a thread of its own, so that a signal is obeyed at once, also while XLA compiles. Tasks keep what they have
+    # computed as they go, and replace files as a whole.
+    stop.interruptible(lambda: task.run(args))
+  except ConfigError as error:
+    return fail(str(error), EXIT_USAGE)
+  except Stopped:
+    kept = kept_file(args.out, args.task).exists()
+    told = f"what was computed is kept in {args.out}, and the same command goes on from there"
+    print(f"stopped; {told if kept else 'the same command begins anew'}", flush=True)
+    return EXIT_STOPPED
+  except SystemExit as error:  # argparse
+    return error.code if isinstance(error.code, int) else EXIT_USAGE
+  except Exception as error:
+    full = no_room(error, where)
+    if full is not None:
+      return fail(f"{full}; the same command goes on from what is there", EXIT_ERROR)
+    traceback.print_exc()
+    return EXIT_ERROR
+  return EXIT_DONE
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, ModuleType]:
+  first = Parser(add_help=False, allow_abbrev=False)
+  first.add_argument("--task", choices=TASKS)
+  name = first.parse_known_args(arguments)[0].task
+  task = None if name is None else importlib.import_module(TASKS[name])
+
+  parser = Parser(
+    prog="eval.py",
+    allow_abbrev=False,
+    description="Evaluates trained models: writes TASK.csv, TASK.json and TASK.png and prints a table.",
+    epilog="Each task has options of its own: --task=TASK --help",
+  )
+  parser.add_argument("--workdir", action="append", type=Path, metavar="DIR", help="of a run; may be given repeatedly")
+  parser.add_argument("--task", choices=TASKS, required=True, help="what to evaluate")
+  parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the results go")
+  parser.add_argument("--step", type=int, metavar="N", help="of the checkpoint; by default the newest that is whole")
+  parser.add_argument(
+    "--max_context", type=int, default=65_536, metavar="N", help="tokens of the longest context (%(default)s)"
+  )
+  if task is not None:
+    task.add_options(parser)
+  args = parser.parse_args(arguments)
+  assert task is not None
+  if args.max_context < 2:
+    parser.error(f"--max_context must be at least 2, got {args.max_context}")
+  return args, task
+
+
+def _make(directory: Path) -> None:
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise ConfigError(f"--out={directory} cannot be made: {os.strerror(error.errno or 0)}") from error
+  if not os.access(directory, os.W_OK | os.X_OK):
+    raise ConfigError(f"--out={directory} cannot be written to")
