@@ -10,6 +10,7 @@ product of bf16 matrices reaches. A form is compared with XLA's in float32 at a 
 """
 
 import argparse
+import concurrent.futures
 import functools
 import json
 import pathlib
@@ -54,9 +55,8 @@ def with_backward(function):
   return call
 
 
-def milliseconds(function, *arrays, groups: int) -> float:
+def milliseconds(compiled, *arrays, groups: int) -> float:
   """The median over groups of launches, each of at least 20 ms, of a launch's time."""
-  compiled = jax.jit(function).lower(*arrays).compile()
 
   def run(times: int) -> float:
     start = time.perf_counter()
@@ -87,7 +87,25 @@ def check(power: int, form: str, dim: int, rotated: bool, implementation: str | 
 def ceiling(groups: int) -> float:
   """FLOP/s of a large product."""
   a, b = jax.random.normal(jax.random.key(1), (2, 8192, 8192), jnp.bfloat16)
-  return 2 * 8192**3 / milliseconds(jnp.matmul, a, b, groups=groups) * 1e3
+  return 2 * 8192**3 / milliseconds(jax.jit(jnp.matmul).lower(a, b).compile(), a, b, groups=groups) * 1e3
+
+
+class Programs:
+  """Programs that compile beside one another while others wait for them."""
+
+  def __init__(self) -> None:
+    self.pool = concurrent.futures.ThreadPoolExecutor(8)
+    self.programs: dict = {}
+
+  def add(self, key, function, shapes) -> None:
+    self.programs[key] = self.pool.submit(lambda: jax.jit(function).lower(*shapes).compile())
+
+  def __getitem__(self, key):
+    return self.programs[key].result()
+
+  def settle(self) -> None:
+    """Waits for all: nothing is timed while the host compiles."""
+    concurrent.futures.wait(self.programs.values())
 
 
 def main() -> None:
@@ -110,6 +128,10 @@ def main() -> None:
   device = jax.devices()[0]
   if device.platform != "gpu":
     parser.error(f"needs an NVIDIA GPU, for cuDNN is what it compares with; this is a {device.platform}")
+
+  def made(length: int, dim: int):
+    return inputs(max(1, args.tokens // length), length, args.heads, dim, args.offset, args.spread)
+
   peak = ceiling(args.groups)
   print(f"{device.device_kind}, jax {jax.__version__}; a large product: {peak / 1e12:.0f} TFLOP/s")
   for power in powers:
@@ -118,22 +140,39 @@ def main() -> None:
       print(f"p={power} d={dim}: relative error {error:.1e}")
       if not error < 5e-3:
         raise SystemExit("that is wrong; nothing was timed")
+  programs = Programs()
+  for length in lengths:
+    for dim in dims:
+      shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.eval_shape(functools.partial(made, length, dim))]
+      functions = {None: softmax_attention}
+      functions |= {power: power_attention(power, args.form, args.rotated, implementation) for power in powers}
+      for power, function in functions.items():
+        programs.add((length, dim, power, "forward"), function, shapes[:-1])
+        programs.add((length, dim, power, "both"), with_backward(function), shapes)
+  programs.settle()
   print(LINE.format("T", "p", "d", "cuDNN ms f / f+b", "ours ms f / f+b", "ratio f / f+b", "of the ceiling f / f+b"))
   rows = []
   for length in lengths:
     for dim in dims:
-      arrays = inputs(max(1, args.tokens // length), length, args.heads, dim, args.offset, args.spread)
-      timed = functools.partial(milliseconds, groups=args.groups)
-      softmax = [timed(softmax_attention, *arrays[:-1]), timed(with_backward(softmax_attention), *arrays)]
+      arrays = made(length, dim)
+
+      def timed(power, length=length, dim=dim, arrays=arrays) -> list[float]:
+        forward, both = (programs[length, dim, power, what] for what in ("forward", "both"))
+        return [
+          milliseconds(forward, *arrays[:-1], groups=args.groups),
+          milliseconds(both, *arrays, groups=args.groups),
+        ]
+
+      softmax = timed(None)
       for power in powers:
-        ours = power_attention(power, args.form, args.rotated, implementation)
-        times = [timed(ours, *arrays[:-1]), timed(with_backward(ours), *arrays)]
-        product = 2 * arrays[0].size * length / 2 * 1e3 / peak  # one of the two products of the forward pass
-        shares = [2 * product / times[0], 7 * product / times[1]]
+        times = timed(power)
         ratios = [a / b for a, b in zip(softmax, times, strict=True)]
-        cells = (
-          f"{a:{f}} / {b:{f}}" for (a, b), f in ((softmax, ".3f"), (times, ".3f"), (ratios, ".2f"), (shares, ".0%"))
-        )
+        shares = []
+        if args.form == "attention":  # whose products alone are two, and seven with the backward pass
+          product = 2 * arrays[0].size * length / 2 * 1e3 / peak
+          shares = [2 * product / times[0], 7 * product / times[1]]
+        cells = [f"{a:{f}} / {b:{f}}" for (a, b), f in ((softmax, ".3f"), (times, ".3f"), (ratios, ".2f"))]
+        cells.append(" / ".join(f"{share:.0%}" for share in shares))
         print(LINE.format(f"{length:,}", power, dim, *cells), flush=True)
         row = {"T": length, "power": power, "dim": dim, "cudnn_ms": softmax, "ms": times, "share_of_ceiling": shares}
         rows.append(row)
