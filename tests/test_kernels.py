@@ -94,12 +94,12 @@ def test_chunked_kernels_are_right_on_the_chip(case, chunk):
 
 
 @gpu
-@pytest.mark.parametrize("power", [2, 4])
-def test_two_runs_are_the_same_to_the_bit(power):
+@pytest.mark.parametrize(("form", "power"), [("attention", 2), ("attention", 4), ("chunked", 2)])
+def test_two_runs_are_the_same_to_the_bit(form, power):
   case = Case(T=3000, H=3, d=64, dv=64, power=power, dtype="bfloat16", entry="attention")
   x, rest = inputs(case)
-  call = functools.partial(comparing.call, rest=rest, entry="attention", power=power, implementation="pallas")
-  run = jax.jit(lambda x, w: comparing.with_gradients(lambda x: call(x, form="attention"), x, w))
+  options = {"entry": "attention", "power": power, "form": form, "implementation": "pallas"}
+  run = jax.jit(lambda x, w: comparing.with_gradients(lambda x: comparing.call(x, rest, **options), x, w))
   first, *others = (jax.tree.map(np.asarray, run(x, cotangents(case))) for _ in range(5))
   for other, name in itertools.product(others, first):
     np.testing.assert_array_equal(other[name], first[name], err_msg=name)
