@@ -73,8 +73,9 @@ class Plan:
   tile: int  # tokens whose features are expanded at once
   flops: int
   bytes: int
-  seconds: float
+  seconds: float  # of the forward pass
   implementation: Implementation = "xla"
+  with_backward: float = 3.0  # what both passes cost, relative to the forward one
 
 
 def platform() -> str:
@@ -88,9 +89,12 @@ def platform() -> str:
   return "gpu" if name in ("cuda", "rocm") else name
 
 
-# The products' rate in the kernels of the attention form on an H200; benchmarks/attention.py measures it.
-_KERNEL_FLOPS = 4.5e14
+# Of the kernels on an H200, as benchmarks/attention.py measures them: the rate of their products, how often the
+# preparation passes over the inputs, tokens in a chunk, and what both passes cost relative to the forward one.
+_KERNEL_FLOPS = 6.3e14
+_KERNEL_PASSES = 3
 _KERNEL_CHUNK = 1024
+_KERNEL_WITH_BACKWARD = {"attention": 4.6, "chunked": 3.0}
 
 
 def choose(
@@ -100,7 +104,7 @@ def choose(
   device: str,
   implementations: dict[Implementation, tuple[Form, ...]] | None = None,
 ) -> Plan:
-  """The plan for `form`, or for "auto" the fastest of all that the implementations have."""
+  """The plan for `form`, or for "auto" the one that trains fastest of all that the implementations have."""
   rates = DEVICES.get(device, DEVICES["cpu"])
   planners: dict[Implementation, dict[Form, Callable[[Shape, int | None, Device], Plan]]] = {
     "xla": {"attention": _attention, "chunked": _chunked, "recurrent": _recurrent},
@@ -114,7 +118,7 @@ def choose(
     for name in forms
     if form in ("auto", name)
   ]
-  return min(plans, key=lambda plan: plan.seconds)
+  return min(plans, key=lambda plan: plan.seconds * plan.with_backward)
 
 
 def _plan(form: Form, sizes: tuple[int, int, int], flops: int, traffic: int, steps: int, device: Device) -> Plan:
@@ -138,13 +142,13 @@ def _attention_kernels(shape: Shape, chunk_size: int | None, device: Device) -> 
   del chunk_size  # blocks have a size of their own
   length = _round_up(shape.time, FRAME)
   tile, (flops, _, _) = _tile(shape, length), _scores(shape, length, TILE)
-  seconds = flops / _KERNEL_FLOPS + 30 * device.latency  # some thirty small programs surround the kernel
-  traffic = 2 * shape.batch * length * (shape.query_heads + shape.heads) * (shape.head_dim + shape.value_dim)
+  traffic = _KERNEL_PASSES * _inputs(shape, length)
+  seconds = flops / _KERNEL_FLOPS + traffic / device.bandwidth
   if shape.needs_state:
     more_flops, more_traffic, steps = _state(shape, length, tile)
     seconds += more_flops / device.flops + more_traffic / device.bandwidth + steps * device.latency
     flops, traffic = flops + more_flops, traffic + more_traffic
-  return Plan("attention", length, TILE, tile, flops, traffic, seconds, "pallas")
+  return Plan("attention", length, TILE, tile, flops, traffic, seconds, "pallas", _KERNEL_WITH_BACKWARD["attention"])
 
 
 def _chunked_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
@@ -154,10 +158,15 @@ def _chunked_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Pl
   inside, _, _ = _scores(shape, chunk, TILE)
   state = 2 * shape.batch * length * (shape.query_heads + shape.heads) * products * 64
   flops = length // chunk * inside + state
-  traffic = 2 * shape.batch * length * (shape.query_heads + shape.heads) * (shape.head_dim + shape.value_dim)
-  traffic += 4 * shape.batch * shape.heads * length // chunk * products * 64
-  seconds = flops / _KERNEL_FLOPS + traffic / device.bandwidth + 100 * device.latency
-  return Plan("chunked", chunk, TILE, chunk, flops, traffic, seconds, "pallas")
+  states = 2 * shape.batch * shape.heads * length // chunk * products * 64
+  traffic = _KERNEL_PASSES * _inputs(shape, length) + 2 * states
+  seconds = flops / _KERNEL_FLOPS + traffic / device.bandwidth + 30 * device.latency
+  return Plan("chunked", chunk, TILE, chunk, flops, traffic, seconds, "pallas", _KERNEL_WITH_BACKWARD["chunked"])
+
+
+def _inputs(shape: Shape, length: int) -> int:
+  """Bytes of q, k, v and y in 16 bits."""
+  return 2 * shape.batch * length * (shape.query_heads + shape.heads) * (shape.head_dim + shape.value_dim)
 
 
 def _chunked(shape: Shape, chunk_size: int | None, device: Device) -> Plan:

@@ -89,7 +89,7 @@ def test_chunked_kernels_are_right_on_the_chip(case, chunk):
   expected = reference(case)
   # A rotation's gradient is the rest of sums that cancel, and so is all that a single token gets from a state.
   turned = {name: results.pop(name) for name in ("dbeta",) if name in results}
-  assert_results_close(results, expected, TOLERANCE[case.dtype] if case.entry == "attention" else 6e-3)
+  assert_results_close(results, expected, TOLERANCE[case.dtype] if case.entry == "attention" else 8e-3)
   assert_results_close(turned, {name: expected[name] for name in turned}, 8e-3)
 
 
