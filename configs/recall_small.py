@@ -2,7 +2,9 @@
 
     python eval.py --task=recall --config=configs/recall_small.py --out=results/recall
 
-Hardware: two CPU cores. Time and score: see docs/recall.md.
+Hardware: two CPU cores. Time: 16 minutes on two busy Neoverse-N1 cores. Score: at this size models answer by the
+query's place (66 % of 2 pairs) and hardly recall; conformal p=2 begins to (75.5 %). docs/recall.md says how far to
+trust that.
 """
 
 from csympow.evaluate.recall_config import RecallConfig

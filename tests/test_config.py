@@ -35,6 +35,11 @@ def test_every_config_file_loads_and_its_docstring_gives_its_command(file):
   assert isinstance(overrides.load(str(file), schema=schema), schema)
 
 
+def test_a_config_of_another_schema_is_refused_in_one_line():
+  with pytest.raises(ConfigError, match=r"must return a csympow\.config\.Config, got RecallConfig"):
+    overrides.load(str(ROOT / "configs" / "recall.py"))
+
+
 def test_overrides_are_read_by_the_type_of_their_field():
   given = {
     "model.power": "4",

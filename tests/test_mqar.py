@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from csympow.config import ConfigError
-from csympow.evaluate.mqar import Setting, examples
+from csympow.evaluate.mqar import Setting, examples, position_rule
 
 SETTINGS = {
   "plain": Setting(length=64, pairs=8, examples=1100),
@@ -52,6 +52,14 @@ def test_gaps_follow_the_power_law_without_replacement():
   wanted = p[:, None] * p[None, :] / (1 - p[:, None]) * (1 - np.eye(8))  # of the first draw and the second
   found = np.histogram2d(*gaps.T, bins=(range(9), range(9)))[0] / len(gaps)
   np.testing.assert_allclose(found, wanted, atol=6 * np.sqrt(wanted.max() / len(gaps)))
+
+
+def test_who_reads_no_key_knows_the_places_and_no_more():
+  # Both slots are taken, and the first key's is the near one in 2 of 3 draws (weights 1 and nearly 1/2).
+  two = Setting(length=8, pairs=2, examples=20_000)
+  assert abs(position_rule(examples(two, 32, seed=0), two) - 2**0.99 / (1 + 2**0.99)) < 0.01
+  forgetting = Setting(length=40, pairs=8, examples=4000, returning=4)
+  assert 1 / 8 < position_rule(examples(forgetting, 64, seed=0), forgetting) < 0.4
 
 
 @pytest.mark.parametrize(

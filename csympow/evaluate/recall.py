@@ -19,9 +19,10 @@ from csympow import overrides
 from csympow.data.progress import Progress
 from csympow.evaluate import results
 from csympow.evaluate.kept import Kept, digest
+from csympow.evaluate.mqar import examples, position_rule
 from csympow.evaluate.prompts import natural, positive, positives
 from csympow.evaluate.recall_config import RecallConfig, of_one_model
-from csympow.evaluate.recall_training import Learner, tokens_of
+from csympow.evaluate.recall_training import TEST, Learner, tokens_of
 from csympow.model import ModelConfig, Transformer
 from csympow.nn import VARIANTS
 from csympow.train.metrics import size
@@ -70,9 +71,18 @@ def run(args: argparse.Namespace) -> None:
     print(f"{label(shape)}, width {shape.d_model}: {_told(kept.get(key))}", flush=True)
   progress.end(f"recall: {len(shapes)} models")
   records = [record for key in keys for record in kept.get(key) or []]
-  print(table(records, config))
-  described = {"seed": args.seed, "config": dataclasses.asdict(config), "results": records}
-  print(results.write(args.out, "recall", _rows(records), described, draw(records)))
+  rule = _position_rules(config, args.seed)
+  print(table(records, config, rule))
+  described = {"seed": args.seed, "config": dataclasses.asdict(config), "position_rule": rule, "results": records}
+  print(results.write(args.out, "recall", _rows(records), described, draw(records, config, rule)))
+
+
+def _position_rules(config: RecallConfig, seed: int) -> list[float]:
+  """What reading no key is worth, in each setting of the test list."""
+  settings = config.settings(config.test)
+  return [
+    position_rule(examples(setting, config.vocab_size, (seed, TEST, i)), setting) for i, setting in enumerate(settings)
+  ]
 
 
 def _config(args: argparse.Namespace) -> RecallConfig:
@@ -94,7 +104,7 @@ def _result(shape: ModelConfig, config: RecallConfig, seed: int, check: Any) -> 
   answers = learner.test()
   best = int(np.argmax(np.mean([found.accuracy for found in answers], axis=0)))
   records = []
-  for (length, pairs, examples), found in zip(config.test, answers, strict=True):
+  for (length, pairs, count), found in zip(config.test, answers, strict=True):
     records.append(
       {
         "variant": shape.variant,
@@ -104,7 +114,7 @@ def _result(shape: ModelConfig, config: RecallConfig, seed: int, check: Any) -> 
         "state_bytes": state_bytes(shape, length),
         "length": length,
         "pairs": pairs,
-        "examples": examples,
+        "examples": count,
         "accuracy": float(found.accuracy[best]),
         "standard_error": _or_none(found.error[best]),
         "returned_accuracy": _or_none(found.returned[best]),
@@ -128,7 +138,7 @@ def label(shape: ModelConfig) -> str:
   return shape.variant if shape.variant == "softmax" else f"{shape.variant} p={shape.power}"
 
 
-def table(records: Sequence[dict[str, Any]], config: RecallConfig) -> str:
+def table(records: Sequence[dict[str, Any]], config: RecallConfig, rule: Sequence[float]) -> str:
   """For a terminal: a row for each model, a column for each number of pairs."""
   forgetting = config.forgetting > 0
   header = ["model", "width", "state", "rate", *(f"{pairs} in {length:,}" for length, pairs, _ in config.test)]
@@ -141,12 +151,14 @@ def table(records: Sequence[dict[str, Any]], config: RecallConfig) -> str:
     if forgetting:
       cells = [f"{cell} ({_percent(record['returned_accuracy'])})" for cell, record in zip(cells, group, strict=True)]
     rows.append([_name(first), str(first["width"]), state, f"{first['rate']:.1e}", *cells])
+  rows.append(["by the query's place alone", "", "", "", *map(_percent, rule)])
   what = "accuracy in %, by pairs in so many tokens" + ("; of keys with a new value" if forgetting else "")
   return f"{what}\n{results.aligned(rows)}"
 
 
-def draw(records: Sequence[dict[str, Any]]) -> Figure:
+def draw(records: Sequence[dict[str, Any]], config: RecallConfig, rule: Sequence[float]) -> Figure:
   """Accuracy against the number of pairs, a panel for each width, and against the bytes of the state."""
+  alone = {"color": "grey", "linestyle": ":", "linewidth": 1.5, "label": "by the query's place alone"}
   widths = sorted({record["width"] for record in records})
   columns = min(2, len(widths) + 1)
   lines = math.ceil((len(widths) + 1) / columns)
@@ -160,6 +172,8 @@ def draw(records: Sequence[dict[str, Any]]) -> Figure:
         axes.errorbar(
           *zip(*[point[:2] for point in points], strict=True), yerr=[p[2] for p in points], **_style(group[0])
         )
+    guessed = sorted((n, share) for (_, n, _), share in zip(config.test, rule, strict=True))
+    axes.plot(*zip(*guessed, strict=True), **alone)
     axes.set_xscale("log", base=2)
     axes.set_xticks(pairs, [str(n) for n in pairs])
     axes.minorticks_off()
@@ -170,6 +184,7 @@ def draw(records: Sequence[dict[str, Any]]) -> Figure:
     groups = [group for group in _by_model(records) if _name(group[0]) == name]
     places = sorted((max(r["state_bytes"] for r in g), float(np.mean([r["accuracy"] for r in g]))) for g in groups)
     last.errorbar(*zip(*places, strict=True), **_style(groups[0][0]))
+  last.axhline(float(np.mean(rule)), **alone)
   last.set_xscale("log")
   last.set_xlabel("bytes of state (softmax: of keys and values\nat the longest test length)")
   last.set_title("mean over the test list", fontsize=10)

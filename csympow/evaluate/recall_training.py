@@ -21,7 +21,7 @@ from csympow.model import ModelConfig, Transformer
 from csympow.train.loss import token_losses
 from csympow.train.optimizer import make_optimizer
 
-_TRAIN, _TEST, _ORDER = range(3)  # random streams
+TRAIN, TEST, ORDER = range(3)  # random streams
 _TOKENS_AT_ONCE = 2**16  # of a test batch, over all rates
 _B2 = 0.95  # of Adam: few steps, whose gradients soon change
 
@@ -72,11 +72,11 @@ class Learner:
     """Trains to the end; returns the mean loss of the last tenth of the steps, for each rate."""
     config = self.config
     mix = config.settings(config.train)
-    sets = [examples(setting, config.vocab_size, (self._seed, _TRAIN, i)) for i, setting in enumerate(mix)]
+    sets = [examples(setting, config.vocab_size, (self._seed, TRAIN, i)) for i, setting in enumerate(mix)]
     total = config.epochs * sum(-(-setting.examples // config.batch) for setting in mix)
     room = _room(mix)
     last: list[Array] = []
-    order = np.random.default_rng((self._seed, _ORDER))
+    order = np.random.default_rng((self._seed, ORDER))
     batches = (batch for _ in range(config.epochs) for batch in _epoch(sets, config.batch, room, order))
     for step, batch in enumerate(batches):
       rates = np.array(config.rates, np.float32) * _schedule(step, total, config.warmup)
@@ -95,7 +95,7 @@ class Learner:
     room = _room(mix)
     found = []
     for i, setting in enumerate(mix):
-      asked = examples(setting, config.vocab_size, (self._seed, _TEST, i))
+      asked = examples(setting, config.vocab_size, (self._seed, TEST, i))
       most = max(other.examples for other in mix if other.length == setting.length)
       rows = min(most, max(1, _TOKENS_AT_ONCE // (setting.length * len(config.rates))))
       right = []
