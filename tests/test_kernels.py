@@ -208,21 +208,23 @@ def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
   assert lowered.as_text().count("mosaic_gpu") >= 8
 
 
-def test_kernels_lower_inside_shard_map():
+@pytest.mark.parametrize("chunk", [None, FRAME])
+def test_kernels_lower_inside_shard_map(chunk):
   case = Case(T=256, B=2, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
   mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
   x, rest = inputs(case)
   sharded = jax.shard_map(
-    lambda x: attend(case)(x, rest)["y"], mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")
+    lambda x: attend(case, chunk=chunk)(x, rest)["y"], mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")
   )
   gradients = jax.jit(jax.grad(lambda x: sharded(x).astype(jnp.float32).sum()))
   assert gradients.trace(x).lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 2
 
 
-def test_kernels_lower_under_vmap():
+@pytest.mark.parametrize("chunk", [None, FRAME])
+def test_kernels_lower_under_vmap(chunk):
   case = Case(T=256, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
   x, rest = inputs(case)
-  gradients = jax.grad(lambda x: attend(case)(x, rest)["y"].astype(jnp.float32).sum())
+  gradients = jax.grad(lambda x: attend(case, chunk=chunk)(x, rest)["y"].astype(jnp.float32).sum())
   stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), x)
   lowered = jax.jit(jax.vmap(gradients)).trace(stacked).lower(lowering_platforms=("cuda",))
   assert lowered.as_text().count("mosaic_gpu") >= 2
