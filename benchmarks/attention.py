@@ -1,12 +1,13 @@
 """Times power attention on a GPU beside cuDNN's softmax attention in the same process.
 
-    python benchmarks/attention.py                                      # the table of docs/kernels.md, on one H200
+    python benchmarks/attention.py                                      # the second table of docs/kernels.md
     python benchmarks/attention.py --lengths=4096 --powers=2 --rotated  # one line of it, with rotations
 
-65,536 tokens at every length, 12 heads, bf16, gated (a logit offset of 6.9; `--offset` for another). The time
-is that of the whole call, preparation included: the median over groups of launches. Each line gives both times of
-both, cuDNN's over ours (above 1 is faster than cuDNN), and the products' rate as a share of what an 8192 x 8192 x 8192
-product of bf16 matrices reaches. A form is compared with XLA's in float32 at a short length before it is timed.
+65,536 tokens at every length, or one sequence of more, 12 heads, bf16, gated (a logit offset of 6.9; `--offset` for
+another). The time is that of the whole call, preparation included: the median over groups of launches. Each line gives
+both times of both, cuDNN's over ours (above 1 is faster than cuDNN), and for the attention form the products' rate as
+a share of what an 8192 x 8192 x 8192 product of bf16 matrices reaches. A form is compared with XLA's in float32 at a
+short length before it is timed.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def milliseconds(compiled, *arrays, groups: int) -> float:
 
 def check(power: int, form: str, dim: int, rotated: bool, implementation: str | None) -> float:
   """The largest relative error of y and of all gradients against XLA's attention form in float32."""
-  arrays = inputs(2, 700, 2, dim, 4.0, 1.0)
+  arrays = inputs(1, 2300, 12, dim, 4.0, 1.0)  # as many heads as are timed, and several chunks
   found = jax.jit(with_backward(power_attention(power, form, rotated, implementation)))(*arrays)
   with jax.default_matmul_precision("highest"):
     exact = power_attention(power, "attention", rotated, "xla")

@@ -143,7 +143,7 @@ def _attention_kernels(shape: Shape, chunk_size: int | None, device: Device) -> 
   length = _round_up(shape.time, FRAME)
   tile, (flops, _, _) = _tile(shape, length), _scores(shape, length, TILE)
   traffic = _KERNEL_PASSES * _inputs(shape, length)
-  seconds = flops / _KERNEL_FLOPS + traffic / device.bandwidth
+  seconds = flops / _KERNEL_FLOPS + traffic / device.bandwidth + 10 * device.latency
   if shape.needs_state:
     more_flops, more_traffic, steps = _state(shape, length, tile)
     seconds += more_flops / device.flops + more_traffic / device.bandwidth + steps * device.latency
@@ -155,6 +155,7 @@ def _chunked_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Pl
   """P = 2. States are products of all pairs of coordinates of heads of 64."""
   chunk = min(chunk_size or _KERNEL_CHUNK, _round_up(shape.time, FRAME))
   length, products = _round_up(shape.time, chunk), 64 * 64
+  shape = dataclasses.replace(shape, head_dim=64, value_dim=64)  # narrower heads are filled up
   inside, _, _ = _scores(shape, chunk, TILE)
   state = 2 * shape.batch * length * (shape.query_heads + shape.heads) * products * 64
   flops = length // chunk * inside + state

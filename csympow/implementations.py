@@ -6,7 +6,7 @@ import jax
 from jax.typing import DTypeLike
 
 from csympow import cost
-from kernels_pallas.gpu.tiles import FRAME
+from kernels_pallas.gpu.tiles import FRAME, TILE
 
 _WIDTHS = (32, 64, 128)
 _DTYPES = ("bfloat16", "float16")
@@ -27,8 +27,8 @@ def allowed(
   served = tuple(name for name in wanted if refusals[name] is None)
   if asked == "pallas":
     if not served:
-      refusal = refusals[wanted[0]]
-      raise NotImplementedError(f"implementation='pallas' {refusal}; implementation='xla' or None runs everywhere")
+      why = "; it ".join(dict.fromkeys(reason for reason in refusals.values() if reason))
+      raise NotImplementedError(f"implementation='pallas' {why}; implementation='xla' or None runs everywhere")
     return {"pallas": served}
   return {"xla": wanted, "pallas": served} if served else {"xla": wanted}
 
@@ -47,8 +47,8 @@ def _why_no_kernel(
   if not set(wide) <= set(_WIDTHS):
     return f"has kernels for head dims d and dv of 32, 64 and 128, got d={wide[0]} and dv={wide[1]}"
   if form == "attention":
-    if chunk_size is not None:
-      return f"has kernels with blocks of their own size, got chunk_size={chunk_size}"
+    if chunk_size not in (None, TILE):
+      return f"has attention kernels with blocks of {TILE}, got chunk_size={chunk_size}"
     if shape.needs_state and max(wide) > 64 and wide[0] != wide[1]:
       return f"has kernels with a state for d = dv or both at most 64, got d={wide[0]} and dv={wide[1]}"
   else:

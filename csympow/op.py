@@ -69,7 +69,8 @@ def attention(
     form: "attention" (quadratic), "chunked" (linear), "recurrent" (token by token), or "auto" for the cheapest; see
       `explain`.
     chunk_size: tokens in a chunk, in the attention form in a block of keys, in the recurrent form between the states
-      kept for the backward pass; None to choose. The attention kernels have a block size of their own.
+      kept for the backward pass; None to choose. The attention kernels have blocks of 128, and
+      the chunked ones chunks of whole 256s; with another size they are not taken.
     implementation: "xla", "pallas", or None for the fastest that this call can have.
 
   Returns:
@@ -186,9 +187,13 @@ def explain(
   if "xla" not in allowed:
     reason = f"implementation='pallas' was asked for; estimated forward time on {device}: {plan.seconds * 1e3:.3g} ms"
   elif form == "auto":
-    others = [cost.choose(shape, other, chunk_size, device) for other in validation.FORMS[1:] if other != plan.form]
-    beaten = ", ".join(f"{other.form} {other.seconds * 1e3:.3g} ms" for other in others)
-    reason = f"estimated forward time on {device}: {plan.form} {plan.seconds * 1e3:.3g} ms; {beaten}"
+    rest = [name for name in validation.FORMS[1:] if name != plan.form]
+    others = [cost.choose(shape, name, chunk_size, device, allowed) for name in rest]
+    estimates = [
+      f"{x.form} {x.seconds * 1e3:.3g} ms forward and {x.seconds * x.with_backward * 1e3:.3g} ms with backward"
+      for x in (plan, *others)
+    ]
+    reason = f"estimated on {device}: {'; '.join(estimates)}"
   else:
     reason = f"form={form!r} was asked for; estimated forward time on {device}: {plan.seconds * 1e3:.3g} ms"
   size = plan.block if plan.form == "attention" else plan.chunk

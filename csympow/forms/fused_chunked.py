@@ -75,6 +75,7 @@ def attend(
   return_memory: bool,
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
   """`chunked.attend` with y in `dtype`. Chunks are whole frames, d and dv at most 64, and `twist` as in `fused`."""
+  assert settings.power == 2
   head_dim, value_dim = k.shape[-1], v.shape[-1]
   q, k, v = (_widened(a, WIDTH) for a in (q, k, v))
   twist = None if twist is None else _widened(twist, WIDTH // 2)

@@ -15,7 +15,7 @@ from kernels_pallas.gpu import attention_backward, attention_forward
 from kernels_pallas.gpu.tiles import FRAME, LOG2E, SMALLEST
 
 FLOAT16, BFLOAT16 = (5, 10), (8, 7)  # bits of exponent and mantissa
-_LEAST = -125  # the exponent of 0
+_LEAST, _LARGEST = -125, 128  # the exponents of 0 and of the largest number
 _INVISIBLE = -126.0  # a discount of 2 to this or less is exactly 0 in the kernels' arithmetic
 
 
@@ -53,7 +53,7 @@ def operands(
   batch, time, heads, head_dim = k.shape
   q_exponent, exponent = _exponent(q), _exponent(k)
   q_exponent = jnp.where(q_exponent == _LEAST, 0, q_exponent)  # of no query
-  top = jnp.max(exponent, axis=1)
+  top = _top(exponent, power)
   log_scale = (power * (exponent - top[:, None])).astype(jnp.float32)
   plain = rounded(k * power_of_two(-exponent), FLOAT16)
 
@@ -89,6 +89,12 @@ def operands(
     exponent=exponent,
     top=top,
   )
+
+
+def _top(exponent: Int[Array, "B T H"], power: int) -> Int[Array, "B H"]:
+  """The largest exponent of a head's keys, 0 if it has none, and such that 2 to p times it is a number."""
+  top = jnp.max(jnp.where(exponent > _LARGEST, _LEAST, exponent), axis=1)  # NaN is no length
+  return jnp.clip(jnp.where(top == _LEAST, 0, top), -120 // power, 120 // power)
 
 
 def _visible(before: Total, end: Total, in_chunk: int) -> tuple[Int[Array, "B n H"], Int[Array, "B n H"]]:

@@ -160,7 +160,7 @@ def _read(
           done_with(slot)
           return none
 
-        lax.fori_loop(first, visits, visit, None)
+        lax.fori_loop(first, jnp.int32(visits), visit, None)
         return tuple(z[...] for z in sums)
 
       sums = pl.run_scoped(gather, *(plgpu.ACC((ROWS, out), jnp.float32),) * 2)
@@ -193,7 +193,7 @@ def _read(
           plgpu.copy_gmem_to_smem(s_ref.at[at], s_smem.at[slot, m], filled.at[slot])
         return none
 
-      lax.fori_loop(first, visits, copy, None)
+      lax.fori_loop(first, jnp.int32(visits), copy, None)
       for n in range(visits - _SLOTS, visits):  # leave no arrival unseen
         plgpu.barrier_wait(freed.at[n % _SLOTS])
 

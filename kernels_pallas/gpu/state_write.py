@@ -68,7 +68,7 @@ def write(
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, part = (f(item, jnp.int32(slices)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
-    first = part * 2 * each
+    first = jnp.minimum(part * 2 * each, head_dim - 2 * each)  # the last block does again what fills it up
 
     def chunk_of(i):
       return count - 1 - i if reverse else i
@@ -85,10 +85,7 @@ def write(
           s_smem[thread, n] = states[n].astype(s_smem.dtype)
         plgpu.commit_smem()
         for n in range(each):
-
-          @pl.when(mine + n < head_dim)
-          def _(n=n):
-            plgpu.copy_smem_to_gmem(s_smem.at[thread, n], target(mine + n))
+          plgpu.copy_smem_to_gmem(s_smem.at[thread, n], target(mine + n))
 
       def fetch_others(c):
         for n in range(each):
@@ -143,25 +140,20 @@ def write(
             plgpu.barrier_arrive(freed.at[slot])
             return none
 
-          lax.fori_loop(0, visits, visit, None)
+          lax.fori_loop(0, jnp.int32(visits), visit, None)
 
         return accumulate(add, decayed, interpret)
 
       if initial_ref is None:
         zeros = plgpu.layout_cast(jnp.zeros((value_dim, head_dim), jnp.float32), WGMMA)
         states = (zeros,) * each
-      else:
+      else:  # times 1: to shard_map what was loaded varies over its axes, and what was computed does not
         states = tuple(
-          plgpu.load(initial_ref.at[b, head, jnp.minimum(mine + n, head_dim - 1)], layout=WGMMA, optimized=False)
-          for n in range(each)
+          1 * plgpu.load(initial_ref.at[b, head, mine + n], layout=WGMMA, optimized=False) for n in range(each)
         )
-      states = lax.fori_loop(0, count, advance, states)
+      states = lax.fori_loop(0, jnp.int32(count), advance, states)
       for n in range(each):
-
-        @pl.when(mine + n < head_dim)
-        def _(n=n):
-          final_ref[b, head, mine + n] = states[n]
-
+        final_ref[b, head, mine + n] = states[n]
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
@@ -181,13 +173,13 @@ def write(
         return none
 
       total = count * visits
-      lax.fori_loop(0, total, copy, None)
+      lax.fori_loop(0, jnp.int32(total), copy, None)
 
       def settle(visited, none):  # leave no arrival unseen
         plgpu.barrier_wait(freed.at[lax.rem(visited, jnp.int32(slots))])
         return none
 
-      lax.fori_loop(max(0, total - slots), total, settle, None)
+      lax.fori_loop(max(0, total - slots), jnp.int32(total), settle, None)
 
   scratch = [
     plgpu.SMEM((slots, 2 * each, ROWS), x.dtype),
