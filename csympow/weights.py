@@ -15,6 +15,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -221,17 +222,26 @@ def _import(options: argparse.Namespace) -> None:
   directory = options.workdir
   if finished_steps(directory / "checkpoints"):
     raise ConfigError(f"--workdir={directory} holds a run already: give the imported one a workdir of its own")
+  if directory.exists() and any(directory.iterdir()):
+    raise ConfigError(f"--workdir={directory} is not empty: give the imported run a directory of its own")
   config = weights.config
   workdir.check(directory, config, weights.data)
+  tokenizer = weights.tokenizer
+  if tokenizer not in ("", "bytes"):
+    with tempfile.TemporaryDirectory() as scratch:
+      file = Path(scratch) / "tokenizer.json"
+      file.write_text(tokenizer)
+      try:
+        BPETokenizer(file)
+      except ValueError as error:
+        raise ConfigError(f"{options.file}: its tokenizer cannot be used: {error}") from error
   directory.mkdir(parents=True, exist_ok=True)
-  if weights.tokenizer not in ("", "bytes"):
+  if tokenizer not in ("", "bytes"):
     file = directory / "tokenizer.json"
-    file.write_text(weights.tokenizer)
-    try:
-      BPETokenizer(file)
-    except ValueError as error:
-      raise ConfigError(f"{options.file}: its tokenizer cannot be used: {error}") from error
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(file.absolute())))
+    file.write_text(tokenizer)
+    tokenizer = str(file.absolute())
+  if tokenizer:
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=tokenizer))
   workdir.claim(directory, config, weights.data)
   program = Program(config, None)
   state = jax.jit(program.init)()._replace(

@@ -73,6 +73,7 @@ def requests(instance, kind, arguments):
   return [instance(kind, {}, one, 0) for one in arguments]
 
 
+@pytest.mark.slow
 def test_likelihoods_are_those_of_the_whole_text(harness, directory):
   module, instance = harness
   run, model = open_run(directory, None), module.CsympowLM(str(directory))

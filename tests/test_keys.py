@@ -117,6 +117,7 @@ def test_a_state_is_worth_as_many_tokens_as_fit_in_its_bytes():
   assert state / cache == pytest.approx(layer.tokens_of_a_state / 1000, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_model_without_gates_decodes_by_keys_then_by_its_state():
   shape = {"vocab_size": 50, "d_model": 16, "num_layers": 2, "num_heads": 2, "head_dim": 8, "mlp_ratio": 2}
   model = Transformer(ModelConfig(**shape, variant="sympow", dtype="float32"), rngs=nnx.Rngs(0))

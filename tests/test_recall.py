@@ -34,6 +34,7 @@ def learner(seen=lambda done: None, shape=0, **changes):
   return Learner(config.models()[shape], config, 0, seen)
 
 
+@pytest.mark.slow
 def test_a_rate_learns_as_it_would_alone_even_beside_one_that_diverges(monkeypatch):
   traced, seen = [], []
   hidden = Transformer.hidden

@@ -92,7 +92,7 @@ def test_seventeen_steps_kill_9_and_twenty_three_more_are_forty(whole, tmp_path)
   running.assert_same_run(tmp_path / "run", whole[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_while_stepping_saves_and_the_rest_is_the_same_run(whole, tmp_path, number):
   process = start(tmp_path / "run")
   wait_for(process, "step 12/40")
@@ -107,7 +107,7 @@ def test_a_signal_while_stepping_saves_and_the_rest_is_the_same_run(whole, tmp_p
   running.assert_same_run(tmp_path / "run", whole[0])
 
 
-@pytest.mark.parametrize("phase", ["compile", "evaluate", "save"])
+@pytest.mark.parametrize("phase", [pytest.param("compile", marks=pytest.mark.slow), "evaluate", "save"])
 def test_a_signal_is_heard_while_compiling_evaluating_and_saving(tmp_path, phase):
   """Each phase is made long, and the signal sent when it has begun."""
   slow = {
@@ -191,6 +191,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(whole, tmp_
   assert "no other is left" in line(errors)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_elsewhere_with_the_same_data(gentle, tmp_path):
   """17 steps on 8 devices, then on 4, then on 1: the losses are those of one device, to rounding."""
   workdir = tmp_path / "run"
@@ -267,6 +268,7 @@ def test_a_dry_run_compiles_and_writes_nothing(tmp_path):
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_profile_is_written(tmp_path):
   output, _ = run(tmp_path / "run", "--profile=3:2", "--config.steps=6", "--config.log.heldout=0")
   assert "profile from step 3 to 4" in output

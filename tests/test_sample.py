@@ -78,6 +78,7 @@ def test_greedy_text_is_the_attention_forms_token_by_token_for_prompts_of_any_le
     assert row.tolist() == by_attention(model, prompt, 9)
 
 
+@pytest.mark.slow
 def test_samples_are_drawn_by_their_seed_and_a_row_does_not_depend_on_the_others():
   model = make()
   a, b, c = (continuation(model, np.arange(3), 12, 1.0, seed) for seed in (1, 1, 2))

@@ -81,13 +81,15 @@ def window_matched(losses: Float[np.ndarray, "n c"], length: int) -> Curve:
 
 def gain(losses: Float[np.ndarray, "n c"], length: int) -> Curve:
   """How much the window-matched loss at C lies above that at the whole length, paired by stretch."""
-  return window_matched(losses - losses[:, -1:], length)
+  with np.errstate(invalid="ignore"):
+    return window_matched(losses - losses[:, -1:], length)
 
 
 def _curve(first: list[int], last: list[int], by_stretch: Float[np.ndarray, "n k"]) -> Curve:
-  """Means over stretches; what no stretch has a target for is left out."""
+  """Means over stretches; what no stretch has a target for is left out, and what a model could not say is infinite."""
   count = len(by_stretch)
-  error = by_stretch.std(axis=0, ddof=1) / np.sqrt(count) if count > 1 else np.full(by_stretch.shape[1], np.nan)
+  with np.errstate(invalid="ignore"):
+    error = by_stretch.std(axis=0, ddof=1) / np.sqrt(count) if count > 1 else np.full(by_stretch.shape[1], np.nan)
   mean = by_stretch.mean(axis=0)
-  told = [i for i, value in enumerate(mean) if np.isfinite(value)]
+  told = [i for i, value in enumerate(mean) if not np.isnan(value)]
   return Curve([first[i] for i in told], [last[i] for i in told], mean[told].tolist(), error[told].tolist())

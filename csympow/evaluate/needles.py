@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> None:
     for task, lengths in plan:
       for length, depth in itertools.product(lengths, _depths(task.kind)):
         asked = (task.kind, hay.identity, length, depth, args.trials, args.seed)
-        key = digest("needles", one.identity, *asked)
+        key = digest("needles", one.identity, one.config.model, one.config.data.tokenizer, *asked)
         record: dict[str, Any] | None = kept.get(key)
         if record is None:
           record = _ask(one, task, length, depth, answerer, args, progress)._asdict()

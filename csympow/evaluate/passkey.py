@@ -102,7 +102,9 @@ def run(args: argparse.Namespace) -> None:
     answerer = Answerer(one.model, max(chosen), _NUMBER_TOKENS, _WRITTEN, args.trials)
     found = []
     for length, depth in itertools.product(chosen, _DEPTHS):
-      key = digest("passkey", one.identity, length, depth, args.trials, args.seed)
+      key = digest(
+        "passkey", one.identity, one.config.model, one.config.data.tokenizer, length, depth, args.trials, args.seed
+      )
       record: dict[str, Any] | None = kept.get(key)
       if record is None:
         record = _ask(one, task, length, depth, answerer, args, progress)._asdict()

@@ -81,7 +81,7 @@ class Learner:
     for step, batch in enumerate(batches):
       rates = np.array(config.rates, np.float32) * _schedule(step, total, config.warmup)
       self._parameters, self._optimizer, loss = self._step(self._parameters, self._optimizer, rates, batch)
-      if step >= 0.9 * total:
+      if step >= min(0.9 * total, total - 1):
         last.append(loss)
       if step % 16 == 0:
         jax.block_until_ready(loss)  # no more than a few steps ahead of the device

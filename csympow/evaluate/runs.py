@@ -48,7 +48,10 @@ class Run(NamedTuple):
       raise ConfigError(
         f"{self.directory}: text needs a tokenizer, and neither the run's config nor its dataset names one"
       )
-    return self.tokenizer.encode(text).astype(np.int32)
+    try:
+      return self.tokenizer.encode(text).astype(np.int32)
+    except UnicodeEncodeError as error:
+      raise ConfigError(f"a text must be valid Unicode, got {error.object[error.start : error.end]!a}") from error
 
   def decode(self, tokens: Iterable[int] | np.ndarray) -> str:
     """The text of tokens; those that the vocabulary has and the tokenizer does not become U+FFFD."""

@@ -85,7 +85,10 @@ def advance(
   targets: Int[Array, "B t"],
   segment_ids: Int[Array, "B t"],
 ) -> tuple[Float[Array, "B t"], Cache]:
-  """The losses of the next piece, NaN where there is no target, and the cache after it."""
+  """The losses of the next piece, and the cache after it.
+
+  NaN where there is no target; infinite where the model has no number to say.
+  """
   hidden, cache = model.prefill_hidden(tokens, cache, segment_ids)
   (batch, time), vocab = tokens.shape, model.config.padded_vocab_size
   most = max(1, _LOGITS_AT_ONCE // (batch * vocab))
@@ -98,6 +101,7 @@ def advance(
     return jnp.moveaxis(x.reshape(batch, -1, block, *x.shape[2:]), 1, 0)
 
   nll = jnp.moveaxis(lax.map(losses, (cut(hidden), cut(targets))), 0, 1).reshape(batch, time)
+  nll = jnp.where(jnp.isnan(nll), jnp.inf, nll)
   return jnp.where(targets >= 0, nll, jnp.nan), cache
 
 

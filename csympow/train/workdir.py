@@ -81,6 +81,6 @@ def stored(workdir: Path) -> dict[str, Any] | None:
   try:
     found: dict[str, Any] = json.loads(path.read_text())
     found["config"]["model"], found["data"]
-  except (ValueError, KeyError, TypeError) as error:
+  except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
     raise ConfigError(f"{path} cannot be read as the config of a run") from error
   return found
