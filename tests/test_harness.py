@@ -17,7 +17,7 @@ from csympow.train.loss import token_losses
 from tests.comparing import quick_jit
 from tests.evaluating import make_run
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 

@@ -71,6 +71,7 @@ def test_keys_give_what_the_state_gives_and_fold_into_it(power):
   np.testing.assert_array_equal(folded.phase, state.phase)
 
 
+@pytest.mark.slow
 def test_any_pieces_are_one_and_a_fold_between_any_two_changes_nothing():
   x, _ = arguments(segments=False)
   wanted, _ = by_state(x, state_of(x), None)

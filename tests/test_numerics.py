@@ -185,6 +185,7 @@ def test_the_recurrent_form_keeps_one_state_forward_and_few_backward():
   assert comparing.temporaries(forward_and_backward, *shapes(1, 65_536, 1, 64), form="recurrent") < GIB
 
 
+@pytest.mark.slow
 def test_time_grows_linearly_with_the_length():
   """In a process of its own, without the compiler flags that make this suite fast and its programs slow."""
   script = pathlib.Path(__file__).parents[1] / "benchmarks" / "linearity.py"

@@ -31,7 +31,7 @@ def results(form, q, k, v, weights, **options):
   return y, *transpose(weights)
 
 
-@pytest.mark.parametrize("gate", [-1.0, -7.0, -14.0, -20.0])
+@pytest.mark.parametrize("gate", [-1.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (-7.0, -14.0)), -20.0])
 @pytest.mark.parametrize("form", ["chunked", "recurrent"])
 def test_what_a_strong_gate_leaves_is_exact_where_nothing_else_is_left(form, gate):
   """The keys after the gate are zero, so the outputs there rest on what the gate let through."""
@@ -42,7 +42,14 @@ def test_what_a_strong_gate_leaves_is_exact_where_nothing_else_is_left(form, gat
   assert max(map(relative, found, exact)) < 1e-4  # a state of three keys is ill-conditioned; a lost one is off by 1
 
 
-@pytest.mark.parametrize(("power", "size"), [(2, 1e-8), (2, 1e8), (4, 1e-5), (4, 1e5), (8, 1e-2), (8, 300.0)])
+@pytest.mark.parametrize(
+  ("power", "size"),
+  [
+    (2, 1e-8),
+    (4, 1e5),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in [(2, 1e8), (4, 1e-5), (8, 1e-2), (8, 300.0)]),
+  ],
+)
 def test_gradients_are_right_at_every_size_of_keys(power, size):
   q, k, v, weights = tensors(k=size)
   exact = results("attention", q, k / size, v, weights, power=power)

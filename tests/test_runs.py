@@ -322,6 +322,7 @@ def campaign(tmp_path, whole, kills, seed):
   return reached
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_loses_nothing(whole, tmp_path):
   campaign(tmp_path, whole[0], kills=5, seed=0)
 
@@ -332,6 +333,7 @@ def test_a_run_killed_sixty_times_at_random_moments_loses_nothing(whole, tmp_pat
   assert len(set(reached)) > 5, "too few of the kills met a run under way"
 
 
+@pytest.mark.slow
 def test_two_processes_of_four_devices_are_one_run(gentle, tmp_path):
   """On loopback; the second is told to stop, both do at the same step, and both go on."""
   port = 20_000 + os.getpid() % 20_000
