@@ -176,7 +176,8 @@ def test_chunked_kernels_are_right_in_the_interpreter_and_race_free(case, chunk)
   x, rest = inputs(case)
   run = attend(case, plgpu.InterpretGPUParams(detect_races=True), chunk)
   results = comparing.with_gradients(lambda x: run(x, rest), x, cotangents(case))
-  assert_results_close(jax.tree.map(np.asarray, results), reference(case), TOLERANCE[case.dtype])
+  tolerance = TOLERANCE[case.dtype] if case.entry == "attention" else 8e-3  # as on the chip
+  assert_results_close(jax.tree.map(np.asarray, results), reference(case), tolerance)
   assert not interpret_pallas_call.get_races().races_found
 
 
