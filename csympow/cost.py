@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 
 from csympow.features import feature_dim
-from kernels_pallas.gpu.tiles import FRAME, TILE
+from kernels_pallas.gpu.tiles import FRAME, STATE_WIDTH, TILE
 
 type Form = Literal["attention", "chunked", "recurrent"]
 type Implementation = Literal["xla", "pallas"]
@@ -152,14 +152,14 @@ def _attention_kernels(shape: Shape, chunk_size: int | None, device: Device) -> 
 
 
 def _chunked_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
-  """P = 2. States are products of all pairs of coordinates of heads of 64."""
+  """P = 2. States are products of all pairs of coordinates of heads of STATE_WIDTH."""
   chunk = min(chunk_size or _KERNEL_CHUNK, _round_up(shape.time, FRAME))
-  length, products = _round_up(shape.time, chunk), 64 * 64
-  shape = dataclasses.replace(shape, head_dim=64, value_dim=64)  # narrower heads are filled up
+  length, products = _round_up(shape.time, chunk), STATE_WIDTH**2
+  shape = dataclasses.replace(shape, head_dim=STATE_WIDTH, value_dim=STATE_WIDTH)
   inside, _, _ = _scores(shape, chunk, TILE)
-  state = 2 * shape.batch * length * (shape.query_heads + shape.heads) * products * 64
+  state = 2 * shape.batch * length * (shape.query_heads + shape.heads) * products * STATE_WIDTH
   flops = length // chunk * inside + state
-  states = 2 * shape.batch * shape.heads * length // chunk * products * 64
+  states = 2 * shape.batch * shape.heads * length // chunk * products * STATE_WIDTH
   traffic = _KERNEL_PASSES * _inputs(shape, length) + 2 * states
   seconds = flops / _KERNEL_FLOPS + traffic / device.bandwidth + 30 * device.latency
   return Plan("chunked", chunk, TILE, chunk, flops, traffic, seconds, "pallas", _KERNEL_WITH_BACKWARD["chunked"])

@@ -6,7 +6,7 @@ import jax
 from jax.typing import DTypeLike
 
 from csympow import cost
-from kernels_pallas.gpu.tiles import FRAME, TILE
+from kernels_pallas.gpu.tiles import FRAME, STATE_WIDTH, TILE
 
 _WIDTHS = (32, 64, 128)
 _DTYPES = ("bfloat16", "float16")
@@ -54,8 +54,8 @@ def _why_no_kernel(
   else:
     if shape.power != 2:
       return f"has kernels for form='chunked' at power=2, got power={shape.power}"
-    if max(wide) > 64:
-      return f"has kernels for form='chunked' with d and dv at most 64, got d={wide[0]} and dv={wide[1]}"
+    if max(wide) > STATE_WIDTH:
+      return f"has kernels for form='chunked' with d and dv at most {STATE_WIDTH}, got d={wide[0]} and dv={wide[1]}"
     if chunk_size is not None and chunk_size % FRAME:
       return f"has kernels for form='chunked' with a chunk_size of whole {FRAME}s, got chunk_size={chunk_size}"
   if not _hopper():

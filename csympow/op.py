@@ -14,7 +14,7 @@ from csympow import cost, implementations, rotation, validation
 from csympow.checks import validated
 from csympow.cost import Implementation
 from csympow.features import feature_dim
-from csympow.forms import chunked, fused, fused_chunked, recurrent
+from csympow.forms import chunked, fused, fused_chunked, near, recurrent
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.gates import effective_log_gate
@@ -212,7 +212,7 @@ class _Prepared(NamedTuple):
   log_gate: Float[Array, "B T H"]
   memory: Memory | None
   phase: Float[Array, "B H r"]  # after the last token
-  twist: Float[Array, "B T H r"] | None  # see fused.attend
+  twist: Float[Array, "B T H r"] | None  # see near.Tokens
 
 
 def _prepare(
@@ -354,13 +354,17 @@ def _attend(
     y, memory = recurrent.attend(queries, keys, values, gates, x.memory, settings.power, settings.chunk)
   elif kernels and form == "chunked":
     twist = x.twist if x.twist is None else jnp.pad(x.twist, ((0, 0), (0, padding), (0, 0), (0, 0)))
-    y, memory = fused_chunked.attend(queries, keys, values, gates, twist, x.memory, settings, q.dtype, return_state)
+    y, memory = fused_chunked.attend(
+      near.Tokens(queries, keys, values, gates, twist), x.memory, settings, q.dtype, return_state
+    )
   elif kernels:
     queries, keys, values = _equally_wide(queries, keys, values)
     twist = x.twist
     if twist is not None:
       twist = jnp.pad(twist, ((0, 0), (0, padding), (0, 0), (0, keys.shape[-1] // 2 - twist.shape[-1])))
-    y, memory = fused.attend(queries, keys, values, gates, twist, x.memory, settings, q.dtype, return_state)
+    y, memory = fused.attend(
+      near.Tokens(queries, keys, values, gates, twist), x.memory, settings, q.dtype, return_state
+    )
     y = y[..., : v.shape[-1]]
   else:
     y, memory = chunked.attend(queries, keys, values, gates, x.memory, settings, return_state)

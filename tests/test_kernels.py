@@ -184,7 +184,7 @@ def test_chunked_kernels_are_right_in_the_interpreter_and_race_free(case, chunk)
 def test_heads_without_keys_and_keys_that_are_no_numbers_do_not_set_the_scale():
   k = jnp.ones((1, FRAME, 3, 32)).at[:, :, 1].set(0.0).at[:, 7, 2].set(jnp.nan)
   G = prefix_sum(jnp.zeros((1, FRAME, 3)))
-  x = near.operands(k[:, :, :, None], k, k, G, 2, FRAME)
+  x = near.operands(near.Tokens(k[:, :, :, None], k, k, G.hi, None), G, 2, FRAME)
   np.testing.assert_array_equal(x.top, [[1, 0, 1]])
 
 
@@ -196,6 +196,16 @@ def assert_lowers(function, x, *kernels):
   text = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
   for kernel in kernels:
     assert kernel in text, f"{kernel} is not in the program"
+
+
+def gradients(case, chunk=None):
+  """The gradient of a call, and the shapes of what it is a function of."""
+  heads = (case.B, case.T, case.H)
+  shapes = {"q": (case.B, case.T, case.H * case.groups, case.d), "k": (*heads, case.d), "v": (*heads, case.dv)}
+  x = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+  x |= {name: jax.ShapeDtypeStruct(heads, jnp.float32) for name in ("log_gate", "beta")}
+  run, rest = attend(case, chunk=chunk), {"rates": comparing.rotary(case.d)}
+  return jax.grad(lambda x: run(x, rest)["y"].astype(jnp.float32).sum()), x
 
 
 @pytest.mark.parametrize("each", [2, 3, 4])
@@ -221,32 +231,13 @@ def test_states_do_not_depend_on_how_coordinates_are_shared_out(monkeypatch, eac
 )
 def test_kernels_lower_for_every_shape(d, dv, power):
   case = Case(T=65_536, B=1, H=2, groups=2, d=d, dv=dv, power=power, dtype="bfloat16", entry="attention")
-  heads = (case.B, case.T, case.H)
-  shapes = {"q": (case.B, case.T, 4, d), "k": (*heads, d), "v": (*heads, dv)}
-  x = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-  x |= {name: jax.ShapeDtypeStruct(heads, jnp.float32) for name in ("log_gate", "beta")}
-  rest = {"rates": comparing.rotary(d)}
-
-  def gradients(x):
-    return jax.grad(lambda x: attend(case)(x, rest)["y"].astype(jnp.float32).sum())(x)
-
-  assert_lowers(gradients, x, *ATTENTION)
+  assert_lowers(*gradients(case), *ATTENTION)
 
 
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), slow(32, 64)])
 def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
   case = Case(T=2**20, B=1, H=2, groups=2, d=d, dv=dv, dtype="bfloat16", entry="attention")
-  heads = (case.B, case.T, case.H)
-  shapes = {"q": (case.B, case.T, 4, d), "k": (*heads, d), "v": (*heads, dv)}
-  x = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-  x |= {name: jax.ShapeDtypeStruct(heads, jnp.float32) for name in ("log_gate", "beta")}
-
-  def gradients(x):
-    return jax.grad(
-      lambda x: attend(case, chunk=1024)(x, {"rates": comparing.rotary(d)})["y"].astype(jnp.float32).sum()
-    )(x)
-
-  assert_lowers(gradients, x, *ATTENTION, *STATES)
+  assert_lowers(*gradients(case, chunk=1024), *ATTENTION, *STATES)
 
 
 @pytest.mark.parametrize("chunk", [None, FRAME])
@@ -258,14 +249,15 @@ def test_kernels_lower_inside_shard_map(chunk, entry):
   sharded = jax.shard_map(
     lambda x: attend(case, chunk=chunk)(x, rest)["y"], mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")
   )
-  gradients = jax.grad(lambda x: sharded(x).astype(jnp.float32).sum())
-  assert_lowers(gradients, x, *ATTENTION, *(() if chunk is None else STATES))
+  assert_lowers(
+    jax.grad(lambda x: sharded(x).astype(jnp.float32).sum()), x, *ATTENTION, *(() if chunk is None else STATES)
+  )
 
 
 @pytest.mark.parametrize("chunk", [None, FRAME])
 def test_kernels_lower_under_vmap(chunk):
   case = Case(T=256, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
   x, rest = inputs(case)
-  gradients = jax.grad(lambda x: attend(case, chunk=chunk)(x, rest)["y"].astype(jnp.float32).sum())
+  gradient = jax.grad(lambda x: attend(case, chunk=chunk)(x, rest)["y"].astype(jnp.float32).sum())
   stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), x)
-  assert_lowers(jax.vmap(gradients), stacked, *ATTENTION, *(() if chunk is None else STATES))
+  assert_lowers(jax.vmap(gradient), stacked, *ATTENTION, *(() if chunk is None else STATES))

@@ -32,40 +32,29 @@ class _Saved(NamedTuple):
   y: attention_forward.Outputs
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def attend(
-  q: Float[Array, "B T H g d"],
-  k: Float[Array, "B T H d"],
-  v: Float[Array, "B T H dv"],
-  log_gate: Float[Array, "B T H"],
-  twist: Float[Array, "B T H r"] | None,
+  x: near.Tokens,
   memory: Memory | None,
   settings: Settings,
   dtype: DTypeLike,
   return_memory: bool,
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
-  """`chunked.attend` with y in `dtype`; T is a multiple of FRAME, d and dv are 32, 64 or 128.
-
-  `twist` is 0: turns by which queries and keys might be rotated further, there for its gradient. Taken through q and k
-  themselves, that gradient would be a difference of large sums whose rounding does not cancel.
-  """
-  return _forward(q, k, v, log_gate, twist, memory, settings, dtype, return_memory, save=False)[0]
+  """`chunked.attend` with y in `dtype`; T is a multiple of FRAME, d and dv are 32, 64 or 128."""
+  return _forward(x, memory, settings, dtype, return_memory, save=False)[0]
 
 
 def _forward(
-  q: Float[Array, "B T H g d"],
-  k: Float[Array, "B T H d"],
-  v: Float[Array, "B T H dv"],
-  log_gate: Float[Array, "B T H"],
-  twist: Float[Array, "B T H r"] | None,
+  tokens: near.Tokens,
   memory: Memory | None,
   settings: Settings,
   dtype: DTypeLike,
   return_memory: bool,
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved]:
+  q, k, v, log_gate, twist = tokens
   G = lax.optimization_barrier(prefix_sum(log_gate))
-  x = near.operands(q, k, v, G, settings.power, settings.chunk)
+  x = near.operands(tokens, G, settings.power, settings.chunk)
   stateful = memory is not None or return_memory
   high, low, normaliser = attention_forward.forward(
     x.q,
@@ -106,7 +95,7 @@ def _backward(
   return_memory: bool,
   saved: _Saved,
   cotangents: tuple[Float[Array, "B T H g dv"], Memory | None],
-) -> tuple[Array, Array, Array, Array, Array | None, Memory | None]:
+) -> tuple[near.Tokens, Memory | None]:
   del return_memory
   (dy, dfinal), x, power = cotangents, saved.operands, settings.power
   inside = near.backward(x, near.cotangents(saved.y, dy), power, settings.interpret)
@@ -115,7 +104,7 @@ def _backward(
   if saved.sequence is None:
     if saved.twist is None:  # nothing but a conversion follows, and in this way XLA does it here
       dq, dk = (a.astype(dtype).astype(jnp.float32) for a in (dq, dk))
-    return dq, dk, inside.v, prefix_sum(inside.G, reverse=True).hi, dtwist, None
+    return near.Tokens(dq, dk, inside.v, prefix_sum(inside.G, reverse=True).hi, dtwist), None
 
   inputs, decay = _span(saved.sequence)
   gradients = attention.Gradients(
@@ -142,7 +131,8 @@ def _backward(
   if dtwist is not None:
     q, k = saved.sequence.q, saved.sequence.k[..., None, :]
     dtwist += near.torque(q, time_first(gradients.q_far)) + near.torque(k, time_first(gradients.k_far)[..., None, :])
-  return *finish(inputs, gradients, pull, power), dtwist, dmemory if saved.memory is not None else None
+  dtokens = near.Tokens(*finish(inputs, gradients, pull, power), dtwist)
+  return dtokens, dmemory if saved.memory is not None else None
 
 
 attend.defvjp(_forward, _backward)

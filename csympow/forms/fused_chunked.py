@@ -23,9 +23,7 @@ from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import attention_forward, state_read, state_write
-
-_TINY = 1e-30
-WIDTH = 64  # of heads, in the kernels; narrower ones are filled up with zeros
+from kernels_pallas.gpu.tiles import SMALLEST, STATE_WIDTH
 
 
 class Full(NamedTuple):
@@ -64,47 +62,31 @@ class _Saved(NamedTuple):
 
 
 def attend(
-  q: Float[Array, "B T H g d"],
-  k: Float[Array, "B T H d"],
-  v: Float[Array, "B T H dv"],
-  log_gate: Float[Array, "B T H"],
-  twist: Float[Array, "B T H r"] | None,
+  x: near.Tokens,
   memory: Memory | None,
   settings: Settings,
   dtype: DTypeLike,
   return_memory: bool,
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
-  """`chunked.attend` with y in `dtype`. Chunks are whole frames, d and dv at most 64, and `twist` as in `fused`."""
+  """`chunked.attend` with y in `dtype`. Chunks are whole frames, d and dv at most 64."""
   assert settings.power == 2
-  head_dim, value_dim = k.shape[-1], v.shape[-1]
-  q, k, v = (_widened(a, WIDTH) for a in (q, k, v))
-  twist = None if twist is None else _widened(twist, WIDTH // 2)
+  head_dim, value_dim = x.k.shape[-1], x.v.shape[-1]
+  q, k, v = (_widened(a, STATE_WIDTH) for a in x[:3])
+  twist = None if x.twist is None else _widened(x.twist, STATE_WIDTH // 2)
   full = None if memory is None else _full(memory, head_dim)
-  y, full = _attend(q, k, v, log_gate, twist, full, settings, dtype, return_memory)
+  y, full = _attend(near.Tokens(q, k, v, x.log_gate, twist), full, settings, dtype, return_memory)
   return y[..., :value_dim], None if full is None else _features(full, head_dim, value_dim)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _attend(
-  q: Float[Array, "B T H g d"],
-  k: Float[Array, "B T H d"],
-  v: Float[Array, "B T H dv"],
-  log_gate: Float[Array, "B T H"],
-  twist: Float[Array, "B T H r"] | None,
-  initial: Full | None,
-  settings: Settings,
-  dtype: DTypeLike,
-  return_final: bool,
+  x: near.Tokens, initial: Full | None, settings: Settings, dtype: DTypeLike, return_final: bool
 ) -> tuple[Float[Array, "B T H g dv"], Full | None]:
-  return _forward(q, k, v, log_gate, twist, initial, settings, dtype, return_final, save=False)[0]
+  return _forward(x, initial, settings, dtype, return_final, save=False)[0]
 
 
 def _forward(
-  q: Float[Array, "B T H g d"],
-  k: Float[Array, "B T H d"],
-  v: Float[Array, "B T H dv"],
-  log_gate: Float[Array, "B T H"],
-  twist: Float[Array, "B T H r"] | None,
+  tokens: near.Tokens,
   initial: Full | None,
   settings: Settings,
   dtype: DTypeLike,
@@ -112,9 +94,10 @@ def _forward(
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Full | None], _Saved]:
   power, interpret = settings.power, settings.interpret
+  q, _, _, log_gate, twist = tokens
   G = lax.optimization_barrier(prefix_sum(log_gate))
-  x = near.operands(q, k, v, G, power, settings.chunk)
-  scale = near.power_of_two(power * x.top)[..., None]  # of weights
+  x = near.operands(tokens, G, power, settings.chunk)
+  scale = _scale(x)
   if initial is not None:
     initial = Full(initial.S / scale[..., None], initial.Z / scale)
   f = _folded(x, G, settings.chunk)
@@ -139,13 +122,13 @@ def _backward(
   return_final: bool,
   saved: _Saved,
   cotangents: tuple[Float[Array, "B T H g dv"], Full | None],
-) -> tuple[Array, Array, Array, Array, Array | None, Full | None]:
+) -> tuple[near.Tokens, Full | None]:
   del return_final
   (dy, dfinal), x, interpret = cotangents, saved.operands, settings.interpret
   given = near.cotangents(saved.y, dy)
   inside = near.backward(x, given, settings.power, interpret)
   f = _folded(x, saved.G, settings.chunk)
-  scale = near.power_of_two(settings.power * x.top)[..., None]
+  scale = _scale(x)
   if dfinal is not None:
     dfinal = Full(_symmetric(dfinal.S) * scale[..., None], _symmetric(dfinal.Z) * scale)
 
@@ -189,17 +172,15 @@ def _backward(
   to_top = near.power_of_two(-x.top)[:, None]
   dk = inside.k * near.power_of_two(-x.exponent) + dk.reshape(inside.k.shape) * to_top
   dinitial = None if saved.initial is None else Full(dS.final / scale[..., None], dinitial_Z / scale)
-  return dq, dk, inside.v + dv.reshape(inside.v.shape), dlog_gate, dtwist, dinitial
+  return near.Tokens(dq, dk, inside.v + dv.reshape(inside.v.shape), dlog_gate, dtwist), dinitial
 
 
 _attend.defvjp(_forward, _backward)
 
 
 def _folded(x: near.Operands, G: Total, chunk: int) -> _Folded:
-  batch, _, heads, group = x.q_exponent.shape
-  G = Total(*(a.reshape(batch, -1, chunk, heads) for a in G))
-  end = Total(*(a[:, :, -1:] for a in G))
-  before = Total(*(jnp.concatenate([jnp.zeros_like(a[:, :1]), a[:, :-1]], axis=1) for a in end))
+  group = x.q_exponent.shape[-1]
+  G, before, end = near.spans(G, chunk)
   since_start, until_end = jnp.exp(G - before), jnp.exp(end - G)
   lead = since_start.shape
   q = x.q.astype(jnp.float32).reshape(*lead, group, -1)
@@ -216,6 +197,11 @@ def _folded(x: near.Operands, G: Total, chunk: int) -> _Folded:
     q_rounded=_together(q),
     k_rounded=_together(k),
   )
+
+
+def _scale(x: near.Operands) -> Float[Array, "B H 1 1"]:
+  """What the kernels' Z was divided by: a number, whatever the keys are."""
+  return near.power_of_two(jnp.clip(2 * x.top, -126, 126))[..., None]
 
 
 def _gram(
@@ -298,7 +284,7 @@ def _anchored(
   to be: in proportion to the square of what was added.
   """
   x = sum(parts[1:], parts[0])
-  share = sum(part * part for part in parts) + _TINY
+  share = sum(part * part for part in parts) + SMALLEST
   missing = (ends[:, 1:] - ends[:, :-1]) - jnp.sum(x, axis=2)
   x = x + missing[:, :, None] * share / jnp.sum(share, axis=2, keepdims=True)
   return x.reshape(x.shape[0], -1, *x.shape[3:])
@@ -311,9 +297,9 @@ def _full(memory: Memory, head_dim: int) -> Full:
 
   def products(x: Float[Array, "B H D c"]) -> Float[Array, "B H d d c"]:
     x = (x / weight.astype(x.dtype)[:, None])[:, :, place]
-    return jnp.pad(x, ((0, 0), (0, 0), *((0, WIDTH - head_dim),) * 2, (0, 0)))
+    return jnp.pad(x, ((0, 0), (0, 0), *((0, STATE_WIDTH - head_dim),) * 2, (0, 0)))
 
-  return Full(jnp.swapaxes(_widened(products(memory.S), WIDTH), -1, -2), products(memory.Z)[..., 0])
+  return Full(jnp.swapaxes(_widened(products(memory.S), STATE_WIDTH), -1, -2), products(memory.Z)[..., 0])
 
 
 def _features(full: Full, head_dim: int, value_dim: int) -> Memory:

@@ -19,6 +19,28 @@ _LEAST, _LARGEST = -125, 128  # the exponents of 0 and of the largest number
 _INVISIBLE = -126.0  # a discount of 2 to this or less is exactly 0 in the kernels' arithmetic
 
 
+class Tokens(NamedTuple):
+  """What a form by kernels is a function of, in float32.
+
+  `twist` is 0: turns by which queries and keys might be rotated further, there for its gradient. Taken through q and k
+  themselves, that gradient would be a difference of large sums whose rounding does not cancel.
+  """
+
+  q: Float[Array, "B T H g d"]
+  k: Float[Array, "B T H d"]
+  v: Float[Array, "B T H dv"]
+  log_gate: Float[Array, "B T H"]
+  twist: Float[Array, "B T H r"] | None
+
+
+class Spans(NamedTuple):
+  """The running totals of the log gates, cut into equal spans: at each token, just before the span, at its end."""
+
+  G: Total  # B n t H
+  before: Total  # B n 1 H
+  end: Total
+
+
 class Operands(NamedTuple):
   """What the kernels are given, and how it was scaled."""
 
@@ -41,19 +63,22 @@ class Gradients(NamedTuple):
   twist: Float[Array, "B T H r"]
 
 
-def operands(
-  q: Float[Array, "B T H g d"],
-  k: Float[Array, "B T H d"],
-  v: Float[Array, "B T H dv"],
-  G: Total,
-  power: int,
-  chunk: int,
-) -> Operands:
+def spans(G: Total, size: int) -> Spans:
+  """Spans of `size` tokens, of which there are whole ones."""
+  G = Total(*(x.reshape(x.shape[0], -1, size, x.shape[-1]) for x in G))
+  end = Total(*(x[:, :, -1:] for x in G))
+  return Spans(G, Total(*(jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1) for x in end)), end)
+
+
+def operands(x: Tokens, G: Total, power: int, chunk: int) -> Operands:
   """Operands of attention inside chunks of whole frames."""
+  q, k, v, *_ = x
   batch, time, heads, head_dim = k.shape
   q_exponent, exponent = _exponent(q), _exponent(k)
   q_exponent = jnp.where(q_exponent == _LEAST, 0, q_exponent)  # of no query
-  top = _top(exponent, power)
+  # Of no key there is no length, nor of one that is no number.
+  top = jnp.max(jnp.where(exponent > _LARGEST, _LEAST, exponent), axis=1)
+  top = jnp.where(top == _LEAST, 0, top)
   log_scale = (power * (exponent - top[:, None])).astype(jnp.float32)
   plain = rounded(k * power_of_two(-exponent), FLOAT16)
 
@@ -63,9 +88,7 @@ def operands(
   def by_head(x: Array) -> Array:
     return jnp.moveaxis(x.reshape(batch, -1, heads), 1, 2)
 
-  G = Total(*map(frames, G))
-  end = Total(*(x[:, :, -1:] for x in G))
-  before = Total(*(jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1) for x in end))
+  G, before, end = spans(G, FRAME)
   since_start, until_end = (G - before) * LOG2E, (end - G) * LOG2E
   fold = jnp.exp2((until_end + frames(log_scale)) / power).reshape(batch, time, heads)
   first, last = _visible(before, end, chunk // FRAME)
@@ -89,12 +112,6 @@ def operands(
     exponent=exponent,
     top=top,
   )
-
-
-def _top(exponent: Int[Array, "B T H"], power: int) -> Int[Array, "B H"]:
-  """The largest exponent of a head's keys, 0 if it has none, and such that 2 to p times it is a number."""
-  top = jnp.max(jnp.where(exponent > _LARGEST, _LEAST, exponent), axis=1)  # NaN is no length
-  return jnp.clip(jnp.where(top == _LEAST, 0, top), -120 // power, 120 // power)
 
 
 def _visible(before: Total, end: Total, in_chunk: int) -> tuple[Int[Array, "B n H"], Int[Array, "B n H"]]:

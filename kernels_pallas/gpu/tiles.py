@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 ROWS = 64  # a warpgroup's rows of a tile: the M of wgmma
 TILE = 2 * ROWS  # tokens of two warpgroups
 FRAME = 256  # tokens whose keys are discounted to a common end; time is padded to whole frames
+STATE_WIDTH = 64  # of heads in states; narrower ones are filled up with zeros
 MULTIPROCESSORS = 132  # of an H100 or H200
 WGMMA = plgpu.Layout.WGMMA
 LOG2E = 1.4426950408889634
