@@ -203,7 +203,8 @@ def explain(
 class _Prepared(NamedTuple):
   """Inputs of the forms: rotated, queries of unit length, resets and padding written into gates and zeros.
 
-  For kernels without a state queries keep their length: the kernels scale them.
+  For kernels queries and keys are still to be rotated, and without a state queries keep their length: the kernels
+  scale them.
   """
 
   q: Float[Array, "B T H g d"]
@@ -212,7 +213,7 @@ class _Prepared(NamedTuple):
   log_gate: Float[Array, "B T H"]
   memory: Memory | None
   phase: Float[Array, "B H r"]  # after the last token
-  twist: Float[Array, "B T H r"] | None  # see near.Tokens
+  rotation: near.Rotation | None  # still to be done
 
 
 def _prepare(
@@ -243,16 +244,20 @@ def _prepare(
   q = q.astype(jnp.float32).reshape(batch, time, heads, query_heads // heads, head_dim)
   k = k.astype(jnp.float32)
 
-  initial, twist = phase if state is None else state.phase, None
+  initial, remaining = phase if state is None else state.phase, None
   phase = jnp.zeros_like(k[:, 0, :, : head_dim // 2]) if initial is None else initial
   if rates is not None:
     if valid is not None:
       beta = jnp.where(valid[..., None], beta, 0.0)
-    turns, carried = rotation.phases(beta, rates.astype(jnp.float32), starts=starts, initial=initial)
+    rates = rates.astype(jnp.float32)
+    turns, carried = rotation.phases(beta, rates, starts=starts, initial=initial)
     if for_kernels:
-      fixed = lax.stop_gradient(turns)
-      turns, twist = fixed, jnp.broadcast_to(turns - fixed, (batch, time, heads, head_dim // 2))
-    q, k = rotation.rotate(q, turns[..., None, :]), rotation.rotate(k, turns)
+      turns, _ = rotation.phases(lax.stop_gradient(beta), rates, starts=starts, initial=initial)
+      total, _ = rotation.phases(beta, 2 * jnp.pi + 0 * lax.stop_gradient(rates[:1]), starts=starts)
+      turns, total = (jnp.broadcast_to(x, (batch, time, heads, x.shape[-1])) for x in (turns, total))
+      remaining = near.Rotation(turns, total[..., 0], lax.stop_gradient(rates))
+    else:
+      q, k = rotation.rotate(q, turns[..., None, :]), rotation.rotate(k, turns)
     phase = carried + jnp.zeros_like(phase)
 
   if not for_kernels or state is not None:
@@ -264,7 +269,7 @@ def _prepare(
     log_gate=effective_log_gate(log_gate, valid, starts),
     memory=None if state is None else Memory(state.S.astype(jnp.float32), state.Z.astype(jnp.float32)[..., None]),
     phase=phase,
-    twist=twist,
+    rotation=remaining,
   )
 
 
@@ -353,17 +358,15 @@ def _attend(
   if form == "recurrent":
     y, memory = recurrent.attend(queries, keys, values, gates, x.memory, settings.power, settings.chunk)
   elif kernels and form == "chunked":
-    twist = x.twist if x.twist is None else jnp.pad(x.twist, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    rotation = near.padded(x.rotation, padding, keys.shape[-1])
     y, memory = fused_chunked.attend(
-      near.Tokens(queries, keys, values, gates, twist), x.memory, settings, q.dtype, return_state
+      near.Tokens(queries, keys, values, gates, rotation), x.memory, settings, q.dtype, return_state
     )
   elif kernels:
     queries, keys, values = _equally_wide(queries, keys, values)
-    twist = x.twist
-    if twist is not None:
-      twist = jnp.pad(twist, ((0, 0), (0, padding), (0, 0), (0, keys.shape[-1] // 2 - twist.shape[-1])))
+    rotation = near.padded(x.rotation, padding, keys.shape[-1])
     y, memory = fused.attend(
-      near.Tokens(queries, keys, values, gates, twist), x.memory, settings, q.dtype, return_state
+      near.Tokens(queries, keys, values, gates, rotation), x.memory, settings, q.dtype, return_state
     )
     y = y[..., : v.shape[-1]]
   else:

@@ -26,7 +26,7 @@ class _Saved(NamedTuple):
 
   sequence: Sequence | None  # only where there is a state
   operands: near.Operands
-  twist: Float[Array, "B T H r"] | None
+  rotation: near.Rotation | None
   memory: Memory | None
   final: Memory | None
   y: attention_forward.Outputs
@@ -52,7 +52,7 @@ def _forward(
   return_memory: bool,
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved]:
-  q, k, v, log_gate, twist = tokens
+  q, k, v, log_gate, rotation = tokens
   G = lax.optimization_barrier(prefix_sum(log_gate))
   x = near.operands(tokens, G, settings.power, settings.chunk)
   stateful = memory is not None or return_memory
@@ -68,10 +68,10 @@ def _forward(
   shape = (*q.shape[:-1], v.shape[-1])
   if not stateful:
     return (high.reshape(shape), None), _Saved(
-      None, x, twist, None, None, attention_forward.Outputs(high, low, normaliser)
+      None, x, rotation, None, None, attention_forward.Outputs(high, low, normaliser)
     )
 
-  sequence = Sequence(q, k, v, G)
+  sequence = Sequence(*near.rotated(q, k, rotation), v, G)
   inputs, decay = _span(sequence)
   if memory is not None:
     carried = read(memory, inputs.q, settings)
@@ -86,7 +86,7 @@ def _forward(
     written = Written(inputs.k, inputs.v, decay.until_end)
     final = write(discounted(initial, decay.log_across), written, settings)
   y = attention_forward.Outputs(high, None, normaliser)
-  return (high.reshape(shape).astype(dtype), final), _Saved(sequence, x, twist, memory, final, y)
+  return (high.reshape(shape).astype(dtype), final), _Saved(sequence, x, rotation, memory, final, y)
 
 
 def _backward(
@@ -99,12 +99,14 @@ def _backward(
   del return_memory
   (dy, dfinal), x, power = cotangents, saved.operands, settings.power
   inside = near.backward(x, near.cotangents(saved.y, dy), power, settings.interpret)
-  dq, dk = inside.q * near.power_of_two(-x.q_exponent), inside.k * near.power_of_two(-x.exponent)
-  dtwist = None if saved.twist is None else inside.twist
+  dq, dk = near.unscaled(x, inside.q, inside.k, power)
+  dv = inside.v.astype(jnp.float32)
+  rotation = saved.rotation
+  pulls = near.pulls(x, inside.q, inside.k, rotation, power)
+  dG, dturns = jnp.add(*pulls.G), jnp.add(*pulls.turns)
   if saved.sequence is None:
-    if saved.twist is None:  # nothing but a conversion follows, and in this way XLA does it here
-      dq, dk = (a.astype(dtype).astype(jnp.float32) for a in (dq, dk))
-    return near.Tokens(dq, dk, inside.v, prefix_sum(inside.G, reverse=True).hi, dtwist), None
+    dtokens = near.Tokens(dq, dk, dv, prefix_sum(dG, reverse=True).hi, _by_turns(rotation, dturns, pulls.total))
+    return near.before_rotation(dtokens, rotation, dtype), None
 
   inputs, decay = _span(saved.sequence)
   gradients = attention.Gradients(
@@ -112,10 +114,10 @@ def _backward(
     q_near=heads_first(dq),
     k_far=jnp.zeros_like(inputs.k),
     k_near=heads_first(dk),
-    v=heads_first(inside.v),
-    G_near=heads_first(inside.G[..., None]),
+    v=heads_first(dv),
+    G_near=heads_first(dG[..., None]),
   )
-  pull, dmemory = jnp.zeros_like(inside.G[:, 0]), None
+  pull, dmemory = jnp.zeros_like(dG[:, 0]), None
   if dfinal is not None and saved.final is not None:
     pull = inner(dfinal, saved.final)
     k_far, v_far = write_backward(dfinal, Written(inputs.k, inputs.v, decay.until_end), settings)
@@ -128,14 +130,25 @@ def _backward(
     dsums = for_each(lambda x: heads_first(x) * decay.since_start[:, :, None], dsums)
     dmemory, q_far = read_backward(saved.memory, inputs.q, dsums, dmemory, settings)
     gradients = gradients._replace(q_far=q_far)
-  if dtwist is not None:
-    q, k = saved.sequence.q, saved.sequence.k[..., None, :]
-    dtwist += near.torque(q, time_first(gradients.q_far)) + near.torque(k, time_first(gradients.k_far)[..., None, :])
-  dtokens = near.Tokens(*finish(inputs, gradients, pull, power), dtwist)
-  return dtokens, dmemory if saved.memory is not None else None
+  q, k = saved.sequence.q, saved.sequence.k[..., None, :]
+  dturns += near.torque(q, time_first(gradients.q_far)) + near.torque(k, time_first(gradients.k_far)[..., None, :])
+  dtokens = near.Tokens(*finish(inputs, gradients, pull, power), _by_turns(rotation, dturns))
+  return near.before_rotation(dtokens, rotation, jnp.float32), None if saved.memory is None else dmemory
 
 
 attend.defvjp(_forward, _backward)
+
+
+def _by_turns(
+  rotation: near.Rotation | None,
+  dturns: Float[Array, "B T H r"],
+  parts: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None = None,
+) -> near.Rotation | None:
+  """The cotangent of a rotation from that of its turns; `parts` of the total's are the same in another order."""
+  if rotation is None:
+    return None
+  dtotal = jnp.add(*parts) if parts else jnp.sum(dturns * rotation.rates, axis=-1) / (2 * jnp.pi)
+  return near.Rotation(dturns, dtotal, jnp.zeros_like(rotation.rates))
 
 
 def _span(x: Sequence) -> tuple[Inputs, gates.Decay]:

@@ -4,7 +4,7 @@
     S[a] <- b S[a] + sum_j b_j k_ja v_j k_j^T            Z <- b Z + sum_j b_j k_j k_j^T
 
 Here a state is not a vector of features but all products of two coordinates: a matrix dv x d for each coordinate a.
-Attention inside chunks, states, and what is read of them are kernels; Z, which is small, is XLA's.
+Attention inside chunks, states, and what is read of them are kernels; the scan of Z, which is small, is XLA's.
 """
 
 import functools
@@ -22,7 +22,7 @@ from csympow.forms import near
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.prefix import Total, prefix_sum
-from kernels_pallas.gpu import attention_forward, state_read, state_write
+from kernels_pallas.gpu import attention_forward, gram, state_read, state_write
 from kernels_pallas.gpu.tiles import SMALLEST, STATE_WIDTH
 
 
@@ -41,6 +41,7 @@ class _Folded(NamedTuple):
   since_start: Float[Array, "B n t H"]
   until_end: Float[Array, "B n t H"]
   across: Float[Array, "B H n"]
+  k_scale: Float[Array, "B H T"]  # what keys of attention inside chunks were multiplied by
   q_x: BFloat16[Array, "B Hq d T"]
   k_x: BFloat16[Array, "B H d T"]
   q_rounded: BFloat16[Array, "B T Hq d"]
@@ -52,7 +53,7 @@ class _Saved(NamedTuple):
 
   operands: near.Operands
   G: Total
-  twist: Float[Array, "B T H r"] | None
+  rotation: near.Rotation | None
   initial: Full | None
   found: BFloat16[Array, "B H n d dv d"]  # the S that each chunk finds
   Z: Float[Array, "B H n d d"]  # and its Z
@@ -72,9 +73,9 @@ def attend(
   assert settings.power == 2
   head_dim, value_dim = x.k.shape[-1], x.v.shape[-1]
   q, k, v = (_widened(a, STATE_WIDTH) for a in x[:3])
-  twist = None if x.twist is None else _widened(x.twist, STATE_WIDTH // 2)
+  rotation = near.padded(x.rotation, 0, STATE_WIDTH)
   full = None if memory is None else _full(memory, head_dim)
-  y, full = _attend(near.Tokens(q, k, v, x.log_gate, twist), full, settings, dtype, return_memory)
+  y, full = _attend(near.Tokens(q, k, v, x.log_gate, rotation), full, settings, dtype, return_memory)
   return y[..., :value_dim], None if full is None else _features(full, head_dim, value_dim)
 
 
@@ -94,7 +95,7 @@ def _forward(
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Full | None], _Saved]:
   power, interpret = settings.power, settings.interpret
-  q, _, _, log_gate, twist = tokens
+  q, _, _, log_gate, rotation = tokens
   G = lax.optimization_barrier(prefix_sum(log_gate))
   x = near.operands(tokens, G, power, settings.chunk)
   scale = _scale(x)
@@ -104,14 +105,14 @@ def _forward(
   S = state_write.write(
     f.k_x, _time_last(x.v), f.k_rounded, f.across, None if initial is None else initial.S, interpret=interpret
   )
-  added = _gram(f.k_x, f.k_rounded, f.across)
+  added = gram.gram(f.k_x, f.k_rounded, *f.across.shape[1:], interpret=interpret)
   Z, final_Z = _scan(added, f.across, None if initial is None else initial.Z)
 
   far = state_read.read(f.q_x, f.q_rounded, S.found, _pieces(Z), interpret=interpret)
   carried = attention_forward.Carried(far.numerator, far.normaliser * _heads_first(f.since_start, q.shape[3]))
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, final_Z) if return_final else None
-  saved = _Saved(x, G, twist, initial, S.found, Z, final, y, far.normaliser >= 0)
+  saved = _Saved(x, G, rotation, initial, S.found, Z, final, y, far.normaliser >= 0)
   result = None if final is None else Full(final.S * scale[..., None], final.Z * scale)
   return (y.high.reshape(*q.shape[:-1], -1), result), saved
 
@@ -148,31 +149,32 @@ def _backward(
     interpret=interpret,
   )
   q_pulled, k_discounted = _together(f.q * dnormaliser), _together(f.k * f.until_end[..., None])
-  added = _gram(_time_last(q_pulled), f.q_rounded, f.across)
+  added = gram.gram(q_pulled, f.q_rounded, *f.across.shape[1:], interpret=interpret)
   dZ, dinitial_Z = _scan(added, f.across, None if dfinal is None else dfinal.Z, reverse=True)
 
-  transposed = functools.partial(state_read.read_transposed, interpret=interpret)
-  dq = 2 * transposed(f.q_x, dy, q_pulled, saved.found, _pieces(saved.Z)).reshape(f.q.shape)
-  dk = 2 * transposed(f.k_x, x.v, k_discounted, dS.found, _pieces(dZ)).reshape(f.k.shape)
-  dv = state_read.read_values(f.k_x, f.k_rounded, dS.found, interpret=interpret)
+  dq = state_read.read_transposed(
+    f.q_x, dy, q_pulled, saved.found, _pieces(saved.Z), state_read.Added(inside.q), interpret=interpret
+  )
+  dk = state_read.read_transposed(
+    f.k_x, x.v, k_discounted, dS.found, _pieces(dZ), state_read.Added(inside.k, f.k_scale), interpret=interpret
+  )
+  dv = state_read.read_values(f.k_x, f.k_rounded, dS.found, state_read.Added(inside.v), interpret=interpret)
 
   assert dS.inner is not None
-  pulls, torques = _at_ends(saved, dS.inner, dZ, dfinal, Full(dS.final, dinitial_Z))
-  # As in `near`, with queries and keys as the kernels had them, or rounding would not cancel.
-  q, k = f.q_rounded.astype(jnp.float32).reshape(f.q.shape), f.k_rounded.astype(jnp.float32).reshape(f.k.shape)
-  parts = inside.G.reshape(f.until_end.shape), jnp.sum(q * dq, axis=(-2, -1)) / 2, -jnp.sum(k * dk, axis=-1) / 2
-  dlog_gate = prefix_sum(_anchored(parts, -pulls), reverse=True).hi + pulls[:, -1:]
-  dtwist = None
-  if saved.twist is not None:
-    turned = near.torque(q, dq), near.torque(k[..., None, :], dk[..., None, :])
-    dtwist = _anchored((inside.twist.reshape(turned[0].shape), *turned), torques)
+  ends = _at_ends(saved, dS.inner, dZ, dfinal, Full(dS.final, dinitial_Z))
+  pulls = near.pulls(x, dq, dk, saved.rotation, settings.power)
+  dlog_gate = prefix_sum(_anchored(pulls.G, -ends.pulled), reverse=True).hi + ends.pulled[:, -1:]
+  drotation = None
+  if (rotation := saved.rotation) is not None and pulls.total is not None:
+    drotation = near.Rotation(
+      turns=_anchored(pulls.turns, ends.turned),
+      total=_anchored(pulls.total, jnp.sum(ends.turned * rotation.rates, axis=-1) / (2 * jnp.pi)),
+      rates=jnp.zeros_like(rotation.rates),
+    )
 
-  shape = inside.q.shape
-  dq = (inside.q + dq.reshape(shape)) * near.power_of_two(-x.q_exponent)
-  to_top = near.power_of_two(-x.top)[:, None]
-  dk = inside.k * near.power_of_two(-x.exponent) + dk.reshape(inside.k.shape) * to_top
   dinitial = None if saved.initial is None else Full(dS.final / scale[..., None], dinitial_Z / scale)
-  return near.Tokens(dq, dk, inside.v + dv.reshape(inside.v.shape), dlog_gate, dtwist), dinitial
+  dtokens = near.Tokens(*near.unscaled(x, dq, dk, settings.power), dv.astype(jnp.float32), dlog_gate, drotation)
+  return near.before_rotation(dtokens, rotation, dtype if saved.initial is None else jnp.float32), dinitial
 
 
 _attend.defvjp(_forward, _backward)
@@ -184,7 +186,8 @@ def _folded(x: near.Operands, G: Total, chunk: int) -> _Folded:
   since_start, until_end = jnp.exp(G - before), jnp.exp(end - G)
   lead = since_start.shape
   q = x.q.astype(jnp.float32).reshape(*lead, group, -1)
-  k = (x.keys.plain * near.power_of_two(x.exponent - x.top[:, None])).reshape(*lead, -1)
+  k_scale = near.power_of_two(x.exponent - x.top[:, None])
+  k = (x.keys.plain * k_scale).reshape(*lead, -1)
 
   return _Folded(
     q=q,
@@ -192,6 +195,7 @@ def _folded(x: near.Operands, G: Total, chunk: int) -> _Folded:
     since_start=since_start,
     until_end=until_end,
     across=jnp.moveaxis(jnp.exp(end - before)[:, :, 0], 1, 2),
+    k_scale=jnp.moveaxis(k_scale[..., 0], 1, 2),
     q_x=_time_last(_together(q * since_start[..., None, None])),
     k_x=_time_last(_together(k * until_end[..., None])),
     q_rounded=_together(q),
@@ -202,16 +206,6 @@ def _folded(x: near.Operands, G: Total, chunk: int) -> _Folded:
 def _scale(x: near.Operands) -> Float[Array, "B H 1 1"]:
   """What the kernels' Z was divided by: a number, whatever the keys are."""
   return near.power_of_two(jnp.clip(2 * x.top, -126, 126))[..., None]
-
-
-def _gram(
-  x: BFloat16[Array, "B Hq d T"], y: BFloat16[Array, "B T Hq d"], across: Float[Array, "B H n"]
-) -> Float[Array, "B H n d d"]:
-  """The sum over each chunk of x y^T: exact products of what the kernels multiply, too, added in float32."""
-  (batch, heads, count), head_dim = across.shape, x.shape[2]
-  x = x.reshape(batch, heads, -1, head_dim, count, x.shape[-1] // count)
-  y = y.reshape(batch, count, -1, heads, x.shape[2], head_dim)
-  return jnp.einsum("bhgdnt,bnthge->bhnde", x, y, preferred_element_type=jnp.float32)
 
 
 def _pieces(Z: Float[Array, "B H n d d"]) -> BFloat16[Array, "B H n pieces d d"]:
@@ -244,17 +238,22 @@ def _scan(
   return found[:, :, ::-1] if reverse else found, final
 
 
+class _Ends(NamedTuple):
+  """How strongly the state between two chunks, before the first and after the last is pulled, and turned."""
+
+  pulled: Float[Array, "B ends H"]
+  turned: Float[Array, "B ends H r"]
+
+
 def _at_ends(
   saved: _Saved,
   inner: Float[Array, "B H n r 2 dv"],
   dZ: Float[Array, "B H n d d"],
   dfinal: Full | None,
   dinitial: Full,
-) -> tuple[Float[Array, "B ends H"], Float[Array, "B ends H r"]]:
-  """How strongly the state between two chunks, before the first and after the last is pulled, and turned.
-
-  The inner product of the state and its cotangent, which all gates before it and after it share, and the same with the
-  state rotated by the turns of each pair of coordinates.
+) -> _Ends:
+  """Inner products of the state and its cotangent, which all gates before it and after it share; and of the two with
+  one rotated by a quarter turn of each pair of coordinates.
   """
 
   def between(a: Array, b: Array) -> Float[Array, "B H n r 2"]:
@@ -272,17 +271,18 @@ def _at_ends(
   found = jnp.sum(inner[:, :, :-1], axis=-1) + between(saved.Z[:, :, 1:], dZ[:, :, :-1])
   first, last = of_one(saved.initial, dinitial), of_one(saved.final, dfinal)
   ends = jnp.moveaxis(jnp.concatenate([first, found, last], axis=2), 1, 2)
-  return jnp.sum(ends[..., 0], axis=-1), 4 * jnp.pi * ends[..., 1]
+  return _Ends(jnp.sum(ends[..., 0], axis=-1), 4 * jnp.pi * ends[..., 1])
 
 
 def _anchored(
-  parts: tuple[Float[Array, "B n t H *r"], ...], ends: Float[Array, "B ends H *r"]
+  parts: tuple[Float[Array, "B T H *r"], ...], ends: Float[Array, "B ends H *r"]
 ) -> Float[Array, "B T H *r"]:
   """The sum of the parts, such that over a chunk it is the difference of the `ends`.
 
   Sums over many chunks then keep no rounding but that of their last. What is missing is shared out as errors are likely
   to be: in proportion to the square of what was added.
   """
+  parts = tuple(x.reshape(x.shape[0], ends.shape[1] - 1, -1, *x.shape[2:]) for x in parts)
   x = sum(parts[1:], parts[0])
   share = sum(part * part for part in parts) + SMALLEST
   missing = (ends[:, 1:] - ends[:, :-1]) - jnp.sum(x, axis=2)

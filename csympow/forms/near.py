@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from csympow.prefix import Total
+from csympow.rotation import rotate
 from kernels_pallas.gpu import attention_backward, attention_forward
 from kernels_pallas.gpu.tiles import FRAME, LOG2E, SMALLEST
 
@@ -19,18 +21,26 @@ _LEAST, _LARGEST = -125, 128  # the exponents of 0 and of the largest number
 _INVISIBLE = -126.0  # a discount of 2 to this or less is exactly 0 in the kernels' arithmetic
 
 
-class Tokens(NamedTuple):
-  """What a form by kernels is a function of, in float32.
+class Rotation(NamedTuple):
+  """What queries and keys are to be rotated by: `turns`, which follow the total of the betas at these rates.
 
-  `twist` is 0: turns by which queries and keys might be rotated further, there for its gradient. Taken through q and k
-  themselves, that gradient would be a difference of large sums whose rounding does not cancel.
+  The gradient of a beta is that of `total`, one number a token, of which nothing else is used; to it `turns` are
+  constants. Only rates and states that are differentiated ask for the gradient of `turns`.
   """
+
+  turns: Float[Array, "B T H r"]
+  total: Float[Array, "B T H"]
+  rates: Float[Array, "r"]  # radians
+
+
+class Tokens(NamedTuple):
+  """What a form by kernels is a function of, in float32."""
 
   q: Float[Array, "B T H g d"]
   k: Float[Array, "B T H d"]
   v: Float[Array, "B T H dv"]
   log_gate: Float[Array, "B T H"]
-  twist: Float[Array, "B T H r"] | None
+  rotation: Rotation | None
 
 
 class Spans(NamedTuple):
@@ -53,14 +63,15 @@ class Operands(NamedTuple):
   top: Int[Array, "B H"]  # the largest of them: weights are divided by 2 to p times this
 
 
-class Gradients(NamedTuple):
-  """Cotangents of scaled queries and keys by pairs inside a chunk, and what the gates' and rotations' are made of."""
+class Pulls(NamedTuple):
+  """What each token's query, and its key, adds to the cotangents of running totals: of gates, and of a rotation.
 
-  q: Float[Array, "B T H g d"]
-  k: Float[Array, "B T H d"]
-  v: Float[Array, "B T H dv"]
-  G: Float[Array, "B T H"]  # of the running total of the log gates
-  twist: Float[Array, "B T H r"]
+  They are sums of large terms that cancel, and do so only if the queries and keys are those that the kernels had.
+  """
+
+  G: tuple[Float[Array, "B T H"], Float[Array, "B T H"]]
+  turns: tuple[Float[Array, "B T H r"], Float[Array, "B T H r"]]
+  total: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None  # of the betas
 
 
 def spans(G: Total, size: int) -> Spans:
@@ -72,15 +83,15 @@ def spans(G: Total, size: int) -> Spans:
 
 def operands(x: Tokens, G: Total, power: int, chunk: int) -> Operands:
   """Operands of attention inside chunks of whole frames."""
-  q, k, v, *_ = x
+  q, k, v, _, rotation = x
   batch, time, heads, head_dim = k.shape
   q_exponent, exponent = _exponent(q), _exponent(k)
-  q_exponent = jnp.where(q_exponent == _LEAST, 0, q_exponent)  # of no query
   # Of no key there is no length, nor of one that is no number.
   top = jnp.max(jnp.where(exponent > _LARGEST, _LEAST, exponent), axis=1)
-  top = jnp.where(top == _LEAST, 0, top)
+  room = 0 if rotation is None else 1  # a rotation can make a coordinate larger, though not twice as large
+  q_exponent, top = (jnp.where(x == _LEAST, 0, x + room) for x in (q_exponent, top))
+  exponent = exponent + room
   log_scale = (power * (exponent - top[:, None])).astype(jnp.float32)
-  plain = rounded(k * power_of_two(-exponent), FLOAT16)
 
   def frames(x: Float[Array, "B T H"]) -> Float[Array, "B n t H"]:
     return x.reshape(batch, -1, FRAME, heads)
@@ -91,12 +102,16 @@ def operands(x: Tokens, G: Total, power: int, chunk: int) -> Operands:
   G, before, end = spans(G, FRAME)
   since_start, until_end = (G - before) * LOG2E, (end - G) * LOG2E
   fold = jnp.exp2((until_end + frames(log_scale)) / power).reshape(batch, time, heads)
+  q, k = rotated(q * power_of_two(-q_exponent), k * power_of_two(-exponent), rotation)
+  q, k = rounded(q, FLOAT16), rounded(k, FLOAT16)
+  # Written once, in 16 bits: XLA would rather hold what several read in float32.
+  q, plain = lax.optimization_barrier((q.astype(jnp.float16), k.astype(jnp.float16)))
   first, last = _visible(before, end, chunk // FRAME)
   return Operands(
-    q=rounded(q * power_of_two(-q_exponent), FLOAT16).astype(jnp.float16).reshape(batch, time, -1, head_dim),
+    q=q.reshape(batch, time, -1, head_dim),
     keys=attention_forward.Keys(
       folded=(plain * fold[..., None]).astype(jnp.float16),
-      plain=plain.astype(jnp.float16),
+      plain=plain,
       gate=by_head(since_start),
       pull=by_head(since_start.reshape(batch, time, heads) - log_scale),
       decay=by_head(jnp.exp2(since_start[:, :, -1])),
@@ -150,36 +165,80 @@ def cotangents(y: attention_forward.Outputs, dy: Float[Array, "B T H g dv"]) -> 
   return Cotangents(rounded_dy.astype(jnp.bfloat16), delta, inverse)
 
 
-def backward(x: Operands, given: Cotangents, power: int, interpret: Any) -> Gradients:
-  """The gradients by pairs inside chunks."""
-  batch, time, heads, group = x.q_exponent.shape
-  rounded_q, rounded_k = (rounded(a, BFLOAT16) for a in (x.q, x.keys.plain))
+def backward(x: Operands, given: Cotangents, power: int, interpret: Any) -> attention_backward.Gradients:
+  """By pairs inside chunks; p times those of `q` and `k` are cotangents of scaled and rotated queries and keys."""
+  group = x.q_exponent.shape[-1]
   rows = attention_backward.Rows(
     q=x.q,
-    rounded=rounded_q.astype(jnp.bfloat16),
+    rounded=rounded(x.q, BFLOAT16).astype(jnp.bfloat16),
     dy=given.dy,
     inverse=given.inverse,
     discounted=given.inverse * jnp.exp2(jnp.repeat(x.keys.gate, group, axis=1)),
     delta=given.delta,
   )
-  by_kernel = attention_backward.backward(rows, x.keys, x.ends, x.v, power=power, interpret=interpret)
-  rounded_q, rounded_k, dq, dk = (
-    a.reshape(batch, time, heads, -1, a.shape[-1]) for a in (rounded_q, rounded_k, by_kernel.q, by_kernel.k)
-  )
-  return Gradients(
-    q=power * dq,
-    k=power * dk[..., 0, :],
-    v=by_kernel.v.astype(jnp.float32),
-    # Euler: q . dq = p * (the sum of a query's pulls), and the factor p is not in the kernel's gradients.
-    G=jnp.sum(rounded_q * dq, axis=(-2, -1)) - jnp.sum(rounded_k * dk, axis=(-2, -1)),
-    twist=power * (torque(rounded_q, dq) + torque(rounded_k, dk)),
-  )
+  return attention_backward.backward(rows, x.keys, x.ends, x.v, power=power, interpret=interpret)
+
+
+def pulls(
+  x: Operands, dq: Float[Array, "B T Hq d"], dk: Float[Array, "B T H d"], rotation: Rotation | None, power: int
+) -> Pulls:
+  """From the gradients by kernels, to which the factor p is missing."""
+  shape = (*x.q_exponent.shape[:3], -1, dq.shape[-1])
+  q, k, dq, dk = (a.reshape(shape) for a in (rounded(x.q, BFLOAT16), rounded(x.keys.plain, BFLOAT16), dq, dk))
+  turns, total = (torque(power * q, dq), torque(power * k, dk)), None
+  if rotation is not None:  # sums of the same form as the gates', which XLA can do together with them
+    speed = jnp.repeat(rotation.rates * (power / (2 * jnp.pi)), 2)
+    total = jnp.sum(speed * q * _turning(dq), axis=(-2, -1)), jnp.sum(speed * k * _turning(dk), axis=(-2, -1))
+  # Euler: q . dq = p * (the sum of a query's pulls).
+  return Pulls((jnp.sum(q * dq, axis=(-2, -1)), -jnp.sum(k * dk, axis=(-2, -1))), turns, total)
+
+
+def unscaled(
+  x: Operands, dq: Float[Array, "B T Hq d"], dk: Float[Array, "B T H d"], power: int
+) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
+  """From the gradients by kernels those of rotated queries and keys."""
+  dq = dq.reshape(*x.q_exponent.shape, -1)
+  return power * dq * power_of_two(-x.q_exponent), power * dk * power_of_two(-x.exponent)
+
+
+def padded(rotation: Rotation | None, more: int, width: int) -> Rotation | None:
+  """A rotation of more tokens, and of heads of `width`, which does nothing to what was added."""
+  if rotation is None:
+    return None
+  rest = width // 2 - rotation.turns.shape[-1]
+  turns = jnp.pad(rotation.turns, ((0, 0), (0, more), (0, 0), (0, rest)))
+  return Rotation(turns, jnp.pad(rotation.total, ((0, 0), (0, more), (0, 0))), jnp.pad(rotation.rates, (0, rest)))
+
+
+def rotated(
+  q: Float[Array, "B T H g d"], k: Float[Array, "B T H d"], rotation: Rotation | None
+) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
+  """Queries and keys rotated."""
+  return (q, k) if rotation is None else (rotate(q, rotation.turns[..., None, :]), rotate(k, rotation.turns))
+
+
+def before_rotation(dtokens: Tokens, rotation: Rotation | None, dtype: DTypeLike) -> Tokens:
+  """From cotangents of rotated queries and keys those of what was rotated, with no more bits than `dtype`.
+
+  A conversion to `dtype` follows anyway, and in this way XLA does it here.
+  """
+  if rotation is not None:  # its sines are computed again: to keep them until now would take memory
+    rotation = rotation._replace(turns=lax.optimization_barrier(-rotation.turns))
+  q, k = rotated(*dtokens[:2], rotation)
+  q, k = (x.astype(dtype).astype(jnp.float32) for x in (q, k))
+  return dtokens._replace(q=q, k=k)
 
 
 def torque(x: Float[Array, "*lead g d"], dx: Float[Array, "*lead g d"]) -> Float[Array, "*lead r"]:
   """The cotangent of the turns by which all pairs of x are rotated together."""
-  turned = x[..., 0::2] * dx[..., 1::2] - x[..., 1::2] * dx[..., 0::2]
-  return 2 * jnp.pi * jnp.sum(turned, axis=-2)
+  turned = x * _turning(dx)
+  return jnp.sum(turned.reshape(*x.shape[:-1], -1, 2), axis=(-3, -1))
+
+
+def _turning(dx: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
+  """The cotangent of the turns of each pair, of which each coordinate's share is what it is multiplied by."""
+  pairs = dx.reshape(*dx.shape[:-1], -1, 2)
+  return (pairs[..., ::-1] * jnp.array([2 * jnp.pi, -2 * jnp.pi], jnp.float32)).reshape(dx.shape)
 
 
 def rounded(x: Array, bits: tuple[int, int]) -> Array:
@@ -194,5 +253,5 @@ def power_of_two(exponent: Int[Array, "*lead"]) -> Float[Array, "*lead 1"]:
 
 def _exponent(x: Float[Array, "*lead d"]) -> Int[Array, "*lead"]:
   """The e with 2 ** (e - 1) <= the largest coordinate < 2 ** e."""
-  bits = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=-1), jnp.int32)
+  bits = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32), jnp.int32)
   return jnp.maximum((bits >> 23) - 126, _LEAST)

@@ -5,7 +5,7 @@
 
 x is the query discounted since the chunk began, y the query. The gradients of queries, keys and values are of the same
 form: with y the cotangent of the numerator, or the values, S[a] the other way round, and w Z added, w the query times
-the cotangent of the normaliser, or the key.
+the cotangent of the normaliser, or the key. They are added to what pairs inside the chunk gave.
 
 A block of the grid owns 256 tokens of a chunk; states stream past. Features are not expanded: y times one column of x,
 in registers, is the left operand. Z comes in pieces whose sum has more bits than one, for the normaliser can be the
@@ -38,6 +38,13 @@ class Found(NamedTuple):
   normaliser: Float[Array, "B Hq T"]  # not discounted
 
 
+class Added(NamedTuple):
+  """What to add: rows + scale * what was read. The sum has the rows' type."""
+
+  rows: Float[Array, "B T Hq _"]
+  scale: Float[Array, "B Hq T"] | None = None
+
+
 def read(
   x: BFloat16[Array, "B Hq d T"],
   y: BFloat16[Array, "B T Hq d"],
@@ -47,7 +54,7 @@ def read(
   interpret: Any = None,
 ) -> Found:
   """The sums over all that the chunk's state holds."""
-  return Found(*_read(x, y, None, S, Z, interpret))
+  return Found(*_read(x, y, None, S, Z, None, interpret))
 
 
 def read_transposed(
@@ -56,11 +63,12 @@ def read_transposed(
   w: BFloat16[Array, "B T Hq d"],
   S: BFloat16[Array, "B H n d dv d"],
   Z: BFloat16[Array, "B H n pieces d d"],
+  added: Added,
   *,
   interpret: Any = None,
 ) -> Float[Array, "B T Hq d"]:
   """sum_a (x_ia y_i) S[a]^T + w_i Z."""
-  result: Array = _read(x, y, w, S, Z, interpret)[0]
+  result: Array = _read(x, y, w, S, Z, added, interpret)[0]
   return result
 
 
@@ -68,11 +76,12 @@ def read_values(
   x: BFloat16[Array, "B Hq d T"],
   y: BFloat16[Array, "B T Hq d"],
   S: BFloat16[Array, "B H n d dv d"],
+  added: Added,
   *,
   interpret: Any = None,
 ) -> Float[Array, "B T Hq dv"]:
   """The numerators alone."""
-  result: Array = _read(x, y, None, S, None, interpret)[0]
+  result: Array = _read(x, y, None, S, None, added, interpret)[0]
   return result
 
 
@@ -82,6 +91,7 @@ def _read(
   w: BFloat16[Array, "B T Hq d"] | None,
   S: BFloat16[Array, "B H n d dv d"],
   Z: BFloat16[Array, "B H n pieces d d"] | None,
+  added: Added | None,
   interpret: Any,
 ) -> tuple[Array, ...]:
   batch, all_heads, head_dim, time = x.shape
@@ -91,14 +101,14 @@ def _read(
   first = 0 if Z is None else 1  # visits to Z come before those to S
   visits = first + head_dim // PIECES
   finds_normaliser = Z is not None and w is None
+  optional = (Z, w, *((None, None) if added is None else added))
 
-  def kernel(*refs):
-    inputs, refs = refs[: len(operands)], refs[len(operands) :]
-    x_ref, y_ref, s_ref, *others = inputs
-    outputs, (x_smem, y_smem, w_smem, s_smem, z_smem, n_smem, here, filled, freed, *staging) = (
-      refs[:results],
-      refs[results:],
-    )
+  def kernel(x_ref, y_ref, s_ref, *more):
+    refs = list(more)
+    z_ref: Any
+    z_ref, w_ref, rows_ref, scale_ref = (None if a is None else refs.pop(0) for a in optional)
+    outputs = [refs.pop(0) for _ in range(results)]
+    x_smem, y_smem, w_smem, s_smem, out_smem, row_smem, here, filled, freed, *staging = refs
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, tile = (f(item, jnp.int32(tiles)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(all_heads)) for f in (lax.div, lax.rem))
@@ -139,7 +149,7 @@ def _read(
 
         sums = pl.run_scoped(forms, *(plgpu.ACC((ROWS, head_dim), jnp.float32),) * 2)
         for y, u, part in zip(rows, sums, parts, strict=True):
-          n_smem[part] = (u * y.astype(jnp.float32)).sum(axis=1)
+          row_smem[part] = (u * y.astype(jnp.float32)).sum(axis=1)
 
       def gather(*sums):
         if Z is not None and w is not None:
@@ -165,12 +175,16 @@ def _read(
 
       sums = pl.run_scoped(gather, *(plgpu.ACC((ROWS, out), jnp.float32),) * 2)
       for z, part in zip(sums, parts, strict=True):
-        z_smem[part] = z
+        if scale_ref is not None:
+          z = z * down(plgpu.load(row_smem.at[part], layout=WGMMA.reduce(1), optimized=False), z.shape)
+        if rows_ref is not None:
+          z = z + plgpu.load(out_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
+        out_smem[part] = z.astype(out_smem.dtype)
       plgpu.commit_smem()
       for part in parts:
-        plgpu.copy_smem_to_gmem(z_smem.at[part], outputs[0].at[b, tokens(part), head])
+        plgpu.copy_smem_to_gmem(out_smem.at[part], outputs[0].at[b, tokens(part), head])
         if finds_normaliser:
-          plgpu.copy_smem_to_gmem(n_smem.at[part], outputs[1].at[b, head, tokens(part)])
+          plgpu.copy_smem_to_gmem(row_smem.at[part], outputs[1].at[b, head, tokens(part)])
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
@@ -179,11 +193,14 @@ def _read(
       plgpu.copy_gmem_to_smem(x_ref.at[b, head, :, pl.ds(tile * TOKENS, TOKENS)], x_smem, here)
       for part in range(4):
         plgpu.copy_gmem_to_smem(y_ref.at[b, tokens(part), head], y_smem.at[part], here)
-        if w is not None:
-          plgpu.copy_gmem_to_smem(others[1].at[b, tokens(part), head], w_smem.at[part], here)
+        for source_ref, target in ((w_ref, w_smem), (rows_ref, out_smem)):
+          if source_ref is not None:
+            plgpu.copy_gmem_to_smem(source_ref.at[b, tokens(part), head], target.at[part], here)
+        if scale_ref is not None:
+          plgpu.copy_gmem_to_smem(scale_ref.at[b, head, tokens(part)], row_smem.at[part], here)
       if Z is not None:
         for m in range(PIECES):
-          plgpu.copy_gmem_to_smem(others[0].at[b, source, c, m], s_smem.at[0, m], filled.at[0])
+          plgpu.copy_gmem_to_smem(z_ref.at[b, source, c, m], s_smem.at[0, m], filled.at[0])
 
       def copy(n, none):
         slot = lax.rem(n, jnp.int32(_SLOTS))
@@ -197,9 +214,9 @@ def _read(
       for n in range(visits - _SLOTS, visits):  # leave no arrival unseen
         plgpu.barrier_wait(freed.at[n % _SLOTS])
 
-  operands = (x, y, S, *(a for a in (Z, w) if a is not None))
   f32 = jnp.float32
-  outputs = [jax.ShapeDtypeStruct((batch, time, all_heads, out), f32)]
+  dtype = f32 if added is None else added.rows.dtype
+  outputs = [jax.ShapeDtypeStruct((batch, time, all_heads, out), dtype)]
   if finds_normaliser:
     outputs.append(jax.ShapeDtypeStruct((batch, all_heads, time), f32))
   results = len(outputs)
@@ -208,9 +225,9 @@ def _read(
     shared((4, ROWS, width), y.dtype),
     plgpu.SMEM((1,), f32) if w is None else shared((4, ROWS, head_dim), w.dtype),
     shared((_SLOTS, PIECES, value_dim, head_dim), S.dtype),
-    shared((4, ROWS, out), f32),
+    shared((4, ROWS, out), dtype),
     plgpu.SMEM((4, ROWS), f32),
-    plgpu.Barrier(num_arrivals=5 if w is None else 9),
+    plgpu.Barrier(num_arrivals=1 + 4 * (1 + sum(a is not None for a in optional[1:]))),
     plgpu.Barrier(num_arrivals=PIECES, num_barriers=_SLOTS),
     plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
     *((shared((2, ROWS, width), y.dtype),) if interpret is not None else ()),
@@ -226,5 +243,5 @@ def _read(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="state_read",
-  )(*operands)
+  )(x, y, S, *(a for a in optional if a is not None))
   return tuple(varying_as(x, found))
