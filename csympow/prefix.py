@@ -67,7 +67,7 @@ def _total_before(totals: Total, run: Float[Array, "B n t 1"] | None) -> Total:
   """The sum of earlier blocks that each token goes on from: none once its own block has restarted."""
   by_block = Total(totals.hi[:, :, -1], totals.lo[:, :, -1])
   if run is None:
-    until = lax.associative_scan(add, by_block, axis=1)
+    until = _running(by_block)
   else:
 
     def join(left: tuple[Array, Total], right: tuple[Array, Total]) -> tuple[Array, Total]:
@@ -77,6 +77,22 @@ def _total_before(totals: Total, run: Float[Array, "B n t 1"] | None) -> Total:
     _, until = lax.associative_scan(join, (run[:, :, -1] > 0, by_block), axis=1)
   before = (jnp.pad(array[:, :-1], ((0, 0), (1, 0), (0, 0)))[:, :, None] for array in until)
   return Total(*(array if run is None else jnp.where(run == 0, array, 0.0) for array in before))
+
+
+def _running(x: Total) -> Total:
+  """The inclusive sum of many totals, B n H: by blocks, too, for a scan over all would be slow on a GPU."""
+  (batch, count, heads), size = x.hi.shape, _BLOCK
+  if count <= size:
+    return lax.associative_scan(add, x, axis=1)
+  hi, lo = (jnp.pad(a, ((0, 0), (0, -count % size), (0, 0))).reshape(batch, -1, size, heads) for a in x)
+  adds = jnp.tri(size, dtype=jnp.float32)
+  coarse, rest = _on_grid(hi)
+  fine, finest = _on_grid(rest)  # the first two sums are exact, and the third need not be
+  inside = two_sum(_exact(adds, coarse), _exact(adds, fine))
+  inside = add(inside, Total(_exact(adds, finest + lo), jnp.zeros_like(lo)))
+  before = lax.associative_scan(add, Total(inside.hi[:, :, -1], inside.lo[:, :, -1]), axis=1)
+  earlier = Total(*(jnp.pad(a[:, :-1], ((0, 0), (1, 0), (0, 0)))[:, :, None] for a in before))
+  return Total(*(a.reshape(batch, -1, heads)[:, :count] for a in add(earlier, inside)))
 
 
 def add(left: Total, right: Total) -> Total:

@@ -78,7 +78,13 @@ def test_kernels_are_right_on_the_chip(case):
   x, rest = inputs(case)
   options = {"entry": case.entry, "power": case.power, "form": "attention", "implementation": "pallas"}
   run = jax.jit(lambda x, w: comparing.with_gradients(lambda x: comparing.call(x, rest, **options), x, w))
-  assert_results_close(run(x, cotangents(case)), reference(case), TOLERANCE[case.dtype])
+  results, expected = run(x, cotangents(case)), reference(case)
+  # A rotation's gradient is the rest of sums that cancel. So is that of a gate before the only token of a state that
+  # was empty, which is 0: the terms are of order 500, and XLA multiplies them as TF32.
+  tolerances = {"dbeta": 7e-3} | ({"dlog_gate": 0.2} if (case.entry, case.T) == ("prefill", 1) else {})
+  for name in tolerances.keys() & results.keys():
+    assert_results_close({name: results.pop(name)}, {name: expected[name]}, tolerances[name])
+  assert_results_close(results, expected, TOLERANCE[case.dtype])
 
 
 @gpu
@@ -110,7 +116,7 @@ def test_two_runs_are_the_same_to_the_bit(form, power):
 
 @gpu
 def test_the_fastest_implementation_is_taken_by_itself():
-  q = jnp.ones((1, 512, 2, 64), jnp.bfloat16)
+  q = jnp.ones((4, 2048, 8, 64), jnp.bfloat16)
   assert csympow.explain(q, q, q, form="attention").implementation == "pallas"
   assert csympow.explain(q, q, q, form="chunked").implementation == "pallas"
   assert csympow.explain(q, q, q, form="chunked", chunk_size=100).implementation == "xla"

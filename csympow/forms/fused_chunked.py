@@ -34,18 +34,16 @@ class Full(NamedTuple):
 
 
 class _Folded(NamedTuple):
-  """What enters states and reads them, in the kernels' scale. `x` are discounted and stand heads first, time last."""
+  """What enters states and reads them, in the kernels' scale, and its discounts. `x` are the same, time last."""
 
-  q: Float[Array, "B n t H g d"]
-  k: Float[Array, "B n t H d"]
-  since_start: Float[Array, "B n t H"]
-  until_end: Float[Array, "B n t H"]
-  across: Float[Array, "B H n"]
-  k_scale: Float[Array, "B H T"]  # what keys of attention inside chunks were multiplied by
+  q: BFloat16[Array, "B T Hq d"]
   q_x: BFloat16[Array, "B Hq d T"]
+  k: BFloat16[Array, "B T H d"]
   k_x: BFloat16[Array, "B H d T"]
-  q_rounded: BFloat16[Array, "B T Hq d"]
-  k_rounded: BFloat16[Array, "B T H d"]
+  k_scale: Float[Array, "B H T"]  # what keys of attention inside chunks were multiplied by
+  since_start: Float[Array, "B Hq T"]
+  until_end: Float[Array, "B H T"]
+  across: Float[Array, "B H n"]
 
 
 class _Saved(NamedTuple):
@@ -102,14 +100,13 @@ def _forward(
   if initial is not None:
     initial = Full(initial.S / scale[..., None], initial.Z / scale)
   f = _folded(x, G, settings.chunk)
-  S = state_write.write(
-    f.k_x, _time_last(x.v), f.k_rounded, f.across, None if initial is None else initial.S, interpret=interpret
-  )
-  added = gram.gram(f.k_x, f.k_rounded, *f.across.shape[1:], interpret=interpret)
+  v_x = _time_last((x.v * _rows(f.until_end)).astype(jnp.bfloat16))
+  S = state_write.write(f.k_x, v_x, f.k, f.across, None if initial is None else initial.S, interpret=interpret)
+  added = gram.gram(f.k_x, f.k, f.until_end, *f.across.shape[1:], interpret=interpret)
   Z, final_Z = _scan(added, f.across, None if initial is None else initial.Z)
 
-  far = state_read.read(f.q_x, f.q_rounded, S.found, _pieces(Z), interpret=interpret)
-  carried = attention_forward.Carried(far.numerator, far.normaliser * _heads_first(f.since_start, q.shape[3]))
+  far = state_read.read(f.q_x, f.q, S.found, _pieces(Z), f.since_start, interpret=interpret)
+  carried = attention_forward.Carried(*far)
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, final_Z) if return_final else None
   saved = _Saved(x, G, rotation, initial, S.found, Z, final, y, far.normaliser >= 0)
@@ -133,32 +130,28 @@ def _backward(
   if dfinal is not None:
     dfinal = Full(_symmetric(dfinal.S) * scale[..., None], _symmetric(dfinal.Z) * scale)
 
-  # Of the sums: the numerator's, and that of the normaliser.
-  inverse = jnp.where(saved.heard, given.inverse, 0.0)
+  # Of what was read of the state, discounted: of the numerator, and of the normaliser.
+  inverse = jnp.where(saved.heard, given.inverse, 0.0) * f.since_start
   dy = (given.dy * _rows(inverse)).astype(jnp.bfloat16)
-  dnormaliser = _rows(-given.delta * inverse).reshape(*f.q.shape[:-1], 1) * f.since_start[..., None, None]
+  dnormaliser = -given.delta * inverse
 
   dS = state_write.write(
     f.q_x,
     _time_last(dy),
-    f.q_rounded,
+    f.q,
     f.across,
     None if dfinal is None else dfinal.S,
     others=saved.found,
     reverse=True,
     interpret=interpret,
   )
-  q_pulled, k_discounted = _together(f.q * dnormaliser), _together(f.k * f.until_end[..., None])
-  added = gram.gram(q_pulled, f.q_rounded, *f.across.shape[1:], interpret=interpret)
+  added = gram.gram(f.q_x, f.q, dnormaliser, *f.across.shape[1:], interpret=interpret)
   dZ, dinitial_Z = _scan(added, f.across, None if dfinal is None else dfinal.Z, reverse=True)
 
-  dq = state_read.read_transposed(
-    f.q_x, dy, q_pulled, saved.found, _pieces(saved.Z), state_read.Added(inside.q), interpret=interpret
-  )
-  dk = state_read.read_transposed(
-    f.k_x, x.v, k_discounted, dS.found, _pieces(dZ), state_read.Added(inside.k, f.k_scale), interpret=interpret
-  )
-  dv = state_read.read_values(f.k_x, f.k_rounded, dS.found, state_read.Added(inside.v), interpret=interpret)
+  transposed = functools.partial(state_read.read_transposed, interpret=interpret)
+  dq = transposed(f.q_x, dy, saved.found, f.q, _pieces(saved.Z), inside.q, w_scale=dnormaliser)
+  dk = transposed(f.k_x, x.v, dS.found, f.k, _pieces(dZ), inside.k, scale=f.until_end * f.k_scale)
+  dv = state_read.read_values(f.k_x, f.k, dS.found, inside.v, scale=f.until_end, interpret=interpret)
 
   assert dS.inner is not None
   ends = _at_ends(saved, dS.inner, dZ, dfinal, Full(dS.final, dinitial_Z))
@@ -183,23 +176,21 @@ _attend.defvjp(_forward, _backward)
 def _folded(x: near.Operands, G: Total, chunk: int) -> _Folded:
   group = x.q_exponent.shape[-1]
   G, before, end = near.spans(G, chunk)
-  since_start, until_end = jnp.exp(G - before), jnp.exp(end - G)
-  lead = since_start.shape
-  q = x.q.astype(jnp.float32).reshape(*lead, group, -1)
-  k_scale = near.power_of_two(x.exponent - x.top[:, None])
-  k = (x.keys.plain * k_scale).reshape(*lead, -1)
 
+  def by_head(x: Float[Array, "B *T H"]) -> Float[Array, "B H T"]:
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, x.shape[-1]), 1, 2)
+
+  k_scale = near.power_of_two(x.exponent - x.top[:, None])
+  q, k = x.q.astype(jnp.bfloat16), (x.keys.plain * k_scale).astype(jnp.bfloat16)
   return _Folded(
     q=q,
+    q_x=_time_last(q),
     k=k,
-    since_start=since_start,
-    until_end=until_end,
+    k_x=_time_last(k),
+    k_scale=by_head(k_scale[..., 0]),
+    since_start=jnp.repeat(by_head(jnp.exp(G - before)), group, axis=1),
+    until_end=by_head(jnp.exp(end - G)),
     across=jnp.moveaxis(jnp.exp(end - before)[:, :, 0], 1, 2),
-    k_scale=jnp.moveaxis(k_scale[..., 0], 1, 2),
-    q_x=_time_last(_together(q * since_start[..., None, None])),
-    k_x=_time_last(_together(k * until_end[..., None])),
-    q_rounded=_together(q),
-    k_rounded=_together(k),
   )
 
 
@@ -327,15 +318,6 @@ def _time_last(x: Float[Array, "B T H d"]) -> Float[Array, "B H d T"]:
 def _laid_out(x: Float[Array, "..."]) -> Float[Array, "..."]:
   """X in its natural layout: XLA would rather hold all that leads to a transposed array transposed, in float32."""
   return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-
-def _together(x: Float[Array, "B n t *H d"]) -> BFloat16[Array, "B T Hq d"]:
-  return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, x.shape[-1]).astype(jnp.bfloat16)
-
-
-def _heads_first(x: Float[Array, "B n t H"], group: int) -> Float[Array, "B Hq T"]:
-  x = jnp.moveaxis(x.reshape(x.shape[0], -1, x.shape[-1]), 1, 2)
-  return jnp.repeat(x, group, axis=1)
 
 
 def _rows(x: Float[Array, "B Hq T"]) -> Float[Array, "B T Hq 1"]:

@@ -1,6 +1,6 @@
 """Sums over chunks of outer products on Hopper: the state of the normaliser, p = 2.
 
-    Z_c = sum_j x_j y_j^T          j: the tokens of chunk c
+    Z_c = sum_j (weight_j k_j) k_j^T          j: the tokens of chunk c
 
 A block of the grid owns one chunk of one head.
 
@@ -17,26 +17,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float
 
-from kernels_pallas.gpu.tiles import ROWS, shared, varying_as, wait_if
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, shared, varying_as, wait_if
 
 _SLOTS = 4
 
 
 def gram(
-  x: BFloat16[Array, "B T Hq d"] | BFloat16[Array, "B Hq d T"],
-  y: BFloat16[Array, "B T Hq d"],
+  x: BFloat16[Array, "B Hq d T"],
+  k: BFloat16[Array, "B T Hq d"],
+  weight: Float[Array, "B Hq T"],
   heads: int,
   count: int,
   *,
   interpret: Any = None,
 ) -> Float[Array, "B H n d d"]:
-  """Exact products, added in float32. Several heads may share a sum; x may stand time last."""
-  batch, time, all_heads, head_dim = y.shape
+  """Products of bfloat16s, added in float32; x is k, time last. Several heads may share a sum."""
+  batch, time, all_heads, head_dim = k.shape
   group, blocks = all_heads // heads, time // count // ROWS
-  time_last = x.shape != y.shape
   visits = group * blocks
 
-  def kernel(x_ref, y_ref, z_ref, x_smem, y_smem, z_smem, filled, freed):
+  def kernel(x_ref, k_ref, weight_ref, z_ref, x_smem, k_smem, weight_smem, z_smem, filled, freed, *staging):
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, c = (f(item, jnp.int32(count)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
@@ -47,8 +47,15 @@ def gram(
         def visit(n, none):
           slot = lax.rem(n, jnp.int32(_SLOTS))
           plgpu.barrier_wait(filled.at[slot])
-          left = x_smem.at[slot]
-          plgpu.wgmma(sums, left if time_last else left.transpose((1, 0)), y_smem.at[slot])
+          rows = plgpu.load(x_smem.at[slot], layout=WGMMA, optimized=False)
+          along = plgpu.load(weight_smem.at[slot], layout=WGMMA.reduce(0), optimized=False)
+          left = (rows.astype(jnp.float32) * across(along, rows.shape)).astype(rows.dtype)
+          if staging:  # the interpreter's wgmma takes no operand from registers
+            staging[0][...] = left
+            plgpu.commit_smem()
+            plgpu.wgmma(sums, staging[0], k_smem.at[slot])
+          else:
+            plgpu.wgmma(sums, left, k_smem.at[slot])
           plgpu.wgmma_wait(0)
           plgpu.barrier_arrive(freed.at[slot])
           return none
@@ -68,9 +75,9 @@ def gram(
         source = head * group + lax.div(n, jnp.int32(blocks))
         at = pl.ds((c * blocks + lax.rem(n, jnp.int32(blocks))) * ROWS, ROWS)
         wait_if(n >= _SLOTS, freed.at[slot])
-        x_at = x_ref.at[b, source, :, at] if time_last else x_ref.at[b, at, source]
-        plgpu.copy_gmem_to_smem(x_at, x_smem.at[slot], filled.at[slot])
-        plgpu.copy_gmem_to_smem(y_ref.at[b, at, source], y_smem.at[slot], filled.at[slot])
+        plgpu.copy_gmem_to_smem(x_ref.at[b, source, :, at], x_smem.at[slot], filled.at[slot])
+        plgpu.copy_gmem_to_smem(k_ref.at[b, at, source], k_smem.at[slot], filled.at[slot])
+        plgpu.copy_gmem_to_smem(weight_ref.at[b, source, at], weight_smem.at[slot], filled.at[slot])
         return none
 
       lax.fori_loop(0, jnp.int32(visits), copy, None)
@@ -81,11 +88,13 @@ def gram(
     kernel,
     out_type=jax.ShapeDtypeStruct((batch, heads, count, head_dim, head_dim), jnp.float32),
     scratch_types=[
-      shared((_SLOTS, head_dim, ROWS) if time_last else (_SLOTS, ROWS, head_dim), x.dtype),
-      shared((_SLOTS, ROWS, head_dim), y.dtype),
+      shared((_SLOTS, head_dim, ROWS), x.dtype),
+      shared((_SLOTS, ROWS, head_dim), k.dtype),
+      plgpu.SMEM((_SLOTS, ROWS), weight.dtype),
       shared((head_dim, head_dim), jnp.float32),
-      plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
+      plgpu.Barrier(num_arrivals=3, num_barriers=_SLOTS),
       plgpu.Barrier(num_arrivals=1, num_barriers=_SLOTS),
+      *((shared((head_dim, ROWS), x.dtype),) if interpret is not None else ()),
     ],
     grid=(batch * heads * count,),
     grid_names=("block",),
@@ -94,6 +103,6 @@ def gram(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="gram",
-  )(x, y)
+  )(x, k, weight)
   result: Array = varying_as(x, sums)
   return result

@@ -1,20 +1,21 @@
 """What queries find in a state, on Hopper, p = 2.
 
-    numerator_i  = sum_a (x_ia y_i) S[a]          S[a]: one matrix for each coordinate a, of the chunk that i is in
-    normaliser_i = y_i . Z y_i
+    numerator_i  = scale_i sum_a (q_ia q_i) S[a]          S[a]: one matrix for each coordinate a, of i's chunk
+    normaliser_i = scale_i q_i . Z q_i
 
-x is the query discounted since the chunk began, y the query. The gradients of queries, keys and values are of the same
-form: with y the cotangent of the numerator, or the values, S[a] the other way round, and w Z added, w the query times
-the cotangent of the normaliser, or the key. They are added to what pairs inside the chunk gave.
+The gradients of queries, keys and values are of the same form: with the cotangent of the numerator, or the values, in
+place of the second q, S[a] the other way round, and Z q added. They go to what pairs inside the chunk gave.
 
 A block of the grid owns 256 tokens of a chunk; states stream past. Features are not expanded: y times one column of x,
-in registers, is the left operand. Z comes in pieces whose sum has more bits than one, for the normaliser can be the
-small rest of large terms.
+in registers, is the left operand. A pair of coordinates of which one is in the first half and the other in the second
+is taken once, twice as heavy, unless S[a] stands the other way round. Z comes in pieces whose sum has more bits than
+one, for the normaliser can be the small rest of large terms.
 
     warpgroups 0, 1   128 tokens each
     warpgroup 2       loads
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float
 
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, down, shared, varying_as, wait_if
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, accumulate, down, shared, varying_as, wait_if
 
 TOKENS = 4 * ROWS  # of a block of the grid
 PIECES = 2  # of Z
@@ -35,13 +36,16 @@ class Found(NamedTuple):
   """What queries find in a state."""
 
   numerator: Float[Array, "B T Hq dv"]
-  normaliser: Float[Array, "B Hq T"]  # not discounted
+  normaliser: Float[Array, "B Hq T"]
 
 
-class Added(NamedTuple):
-  """What to add: rows + scale * what was read. The sum has the rows' type."""
+class _Options(NamedTuple):
+  """What some reads have and others do not."""
 
-  rows: Float[Array, "B T Hq _"]
+  Z: BFloat16[Array, "B H n pieces d d"] | None = None
+  w: BFloat16[Array, "B T Hq d"] | None = None  # what Z is multiplied by, if that is not asked for the normaliser
+  w_scale: Float[Array, "B Hq T"] | None = None
+  rows: Float[Array, "B T Hq _"] | None = None  # to be added, in the type of the sum
   scale: Float[Array, "B Hq T"] | None = None
 
 
@@ -50,25 +54,28 @@ def read(
   y: BFloat16[Array, "B T Hq d"],
   S: BFloat16[Array, "B H n d dv d"],
   Z: BFloat16[Array, "B H n pieces d d"],
+  scale: Float[Array, "B Hq T"],
   *,
   interpret: Any = None,
 ) -> Found:
-  """The sums over all that the chunk's state holds."""
-  return Found(*_read(x, y, None, S, Z, None, interpret))
+  """The sums over all that the chunk's state holds; x is y, time last."""
+  return Found(*_read(x, y, S, _Options(Z=Z, scale=scale), interpret))
 
 
 def read_transposed(
   x: BFloat16[Array, "B Hq d T"],
   y: BFloat16[Array, "B T Hq dv"],
-  w: BFloat16[Array, "B T Hq d"],
   S: BFloat16[Array, "B H n d dv d"],
+  w: BFloat16[Array, "B T Hq d"],
   Z: BFloat16[Array, "B H n pieces d d"],
-  added: Added,
+  rows: Float[Array, "B T Hq d"],
   *,
+  w_scale: Float[Array, "B Hq T"] | None = None,
+  scale: Float[Array, "B Hq T"] | None = None,
   interpret: Any = None,
 ) -> Float[Array, "B T Hq d"]:
-  """sum_a (x_ia y_i) S[a]^T + w_i Z."""
-  result: Array = _read(x, y, w, S, Z, added, interpret)[0]
+  """rows_i + scale_i (sum_a (x_ia y_i) S[a]^T + w_scale_i w_i Z)."""
+  result: Array = _read(x, y, S, _Options(Z, w, w_scale, rows, scale), interpret)[0]
   return result
 
 
@@ -76,39 +83,49 @@ def read_values(
   x: BFloat16[Array, "B Hq d T"],
   y: BFloat16[Array, "B T Hq d"],
   S: BFloat16[Array, "B H n d dv d"],
-  added: Added,
+  rows: Float[Array, "B T Hq dv"],
   *,
+  scale: Float[Array, "B Hq T"],
   interpret: Any = None,
 ) -> Float[Array, "B T Hq dv"]:
-  """The numerators alone."""
-  result: Array = _read(x, y, None, S, None, added, interpret)[0]
+  """rows_i + scale_i sum_a (x_ia y_i) S[a]; x is y, time last."""
+  result: Array = _read(x, y, S, _Options(rows=rows, scale=scale), interpret)[0]
   return result
 
 
 def _read(
   x: BFloat16[Array, "B Hq d T"],
   y: BFloat16[Array, "B T Hq _"],
-  w: BFloat16[Array, "B T Hq d"] | None,
   S: BFloat16[Array, "B H n d dv d"],
-  Z: BFloat16[Array, "B H n pieces d d"] | None,
-  added: Added | None,
+  given: _Options,
   interpret: Any,
 ) -> tuple[Array, ...]:
   batch, all_heads, head_dim, time = x.shape
   heads, count, _, value_dim = S.shape[1:5]
-  width, out = (head_dim, value_dim) if w is None else (value_dim, head_dim)
+  transposed = given.w is not None
+  width, out = (value_dim, head_dim) if transposed else (head_dim, value_dim)
   group, tiles, in_chunk = all_heads // heads, time // TOKENS, time // count // TOKENS
-  first = 0 if Z is None else 1  # visits to Z come before those to S
-  visits = first + head_dim // PIECES
-  finds_normaliser = Z is not None and w is None
-  optional = (Z, w, *((None, None) if added is None else added))
+  # Matrices come by columns, all of them or half: of the last matrices only the second half is needed.
+  columns = head_dim if transposed else head_dim // 2
+  halves = head_dim // columns
+  first = 0 if given.Z is None else 1  # visits to Z come before those to S
+  last_whole = first + columns // PIECES
+  visits = last_whole + (head_dim - columns) // (halves * PIECES)
+  finds_normaliser = given.Z is not None and not transposed
+  f32 = jnp.float32
+
+  def visited(n: Any, whole: bool) -> list[tuple[Any, int]]:
+    """The coordinates a, and which columns of S[a], that come with visit n."""
+    if whole:
+      return [((n - first) * PIECES + m, h) for m in range(PIECES) for h in range(halves)]
+    return [(columns + (n - last_whole) * halves * PIECES + m, 1) for m in range(halves * PIECES)]
 
   def kernel(x_ref, y_ref, s_ref, *more):
     refs = list(more)
-    z_ref: Any
-    z_ref, w_ref, rows_ref, scale_ref = (None if a is None else refs.pop(0) for a in optional)
+    options: Any = _Options(*(None if array is None else refs.pop(0) for array in given))
     outputs = [refs.pop(0) for _ in range(results)]
-    x_smem, y_smem, w_smem, s_smem, out_smem, row_smem, here, filled, freed, *staging = refs
+    x_smem, y_smem, w_smem, s_smem, out_smem, vectors_smem, here, filled, freed, *staging = refs
+    w_scale_smem, scale_smem, normaliser_smem = (vectors_smem.at[max(0, n)] for n in places)
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, tile = (f(item, jnp.int32(tiles)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(all_heads)) for f in (lax.div, lax.rem))
@@ -135,102 +152,127 @@ def _read(
         plgpu.wgmma_wait(0)  # for all: ptxas gives the registers of left operands to the next slot's
         plgpu.barrier_arrive(freed.at[slot])
 
-      plgpu.barrier_wait(here)
-      rows = [plgpu.load(y_smem.at[part], layout=WGMMA, optimized=False) for part in parts]
-      if finds_normaliser:
+      def along(ref):
+        """A number for each token."""
+        return plgpu.load(ref, layout=WGMMA.reduce(1), optimized=False)
+
+      def operand(slot, m):
+        return s_smem.at[slot, m] if transposed else s_smem.at[slot, m].transpose((1, 0))
+
+      def part_of(y, h):
+        return y if halves == 1 else y[:, h * columns : (h + 1) * columns]
+
+      def times_Z(lefts):
         plgpu.barrier_wait(filled.at[0])
 
-        def forms(*sums):
-          for y, u in zip(rows, sums, strict=True):
-            for m in range(PIECES):
-              multiply(u, y, s_smem.at[0, m])
+        def products(*sums):
+          for left, u in zip(lefts, sums, strict=True):
+            for m in range(halves * PIECES):
+              multiply(u, part_of(left, m % halves), operand(0, m))
           done_with(0)
           return tuple(u[...] for u in sums)
 
-        sums = pl.run_scoped(forms, *(plgpu.ACC((ROWS, head_dim), jnp.float32),) * 2)
-        for y, u, part in zip(rows, sums, parts, strict=True):
-          row_smem[part] = (u * y.astype(jnp.float32)).sum(axis=1)
+        return pl.run_scoped(products, *(plgpu.ACC((ROWS, head_dim), f32),) * 2)
+
+      plgpu.barrier_wait(here)
+      rows = [plgpu.load(y_smem.at[part], layout=WGMMA, optimized=False) for part in parts]
+      zeros = plgpu.layout_cast(jnp.zeros((ROWS, out), f32), WGMMA)
+      sums: tuple[Array, ...] = (zeros, zeros)
+      if transposed:
+        sums = times_Z([plgpu.load(w_smem.at[part], layout=WGMMA, optimized=False) for part in parts])
+        if options.w_scale is not None:
+          sums = tuple(u * down(along(w_scale_smem.at[part]), u.shape) for u, part in zip(sums, parts, strict=True))
+      elif finds_normaliser:
+        for y, u, part in zip(rows, times_Z(rows), parts, strict=True):
+          normaliser_smem[part] = (u * y.astype(f32)).sum(axis=1) * along(scale_smem.at[part])
 
       def gather(*sums):
-        if Z is not None and w is not None:
-          plgpu.barrier_wait(filled.at[0])
-          for z, part in zip(sums, parts, strict=True):
-            for m in range(PIECES):
-              plgpu.wgmma(z, w_smem.at[part], s_smem.at[0, m])
-          done_with(0)
-
-        def visit(n, none):
+        def visit(n, none, *, whole):
           slot = lax.rem(n, jnp.int32(_SLOTS))
           plgpu.barrier_wait(filled.at[slot])
-          for m in range(PIECES):
+          for m, (a, h) in enumerate(visited(n, whole)):
             for y, z, part in zip(rows, sums, parts, strict=True):
-              at = ((n - first) * PIECES + m, pl.ds(part * ROWS, ROWS))
-              left = y * down(plgpu.load(x_smem.at[at], layout=WGMMA.reduce(1), optimized=False), y.shape)
-              multiply(z, left, s_smem.at[slot, m].transpose((1, 0)) if w is None else s_smem.at[slot, m])
+              factor, left = along(x_smem.at[a, pl.ds(part * ROWS, ROWS)]), part_of(y, h)
+              if whole and h == 1:  # for (b, a), too, which does not come
+                factor = factor + factor
+              multiply(z, left * down(factor, left.shape), operand(slot, m))
           done_with(slot)
           return none
 
-        lax.fori_loop(first, jnp.int32(visits), visit, None)
-        return tuple(z[...] for z in sums)
+        lax.fori_loop(first, jnp.int32(last_whole), functools.partial(visit, whole=True), None)
+        if last_whole < visits:
+          lax.fori_loop(last_whole, jnp.int32(visits), functools.partial(visit, whole=False), None)
 
-      sums = pl.run_scoped(gather, *(plgpu.ACC((ROWS, out), jnp.float32),) * 2)
+      sums = accumulate(gather, sums, interpret)
       for z, part in zip(sums, parts, strict=True):
-        if scale_ref is not None:
-          z = z * down(plgpu.load(row_smem.at[part], layout=WGMMA.reduce(1), optimized=False), z.shape)
-        if rows_ref is not None:
+        if options.scale is not None:
+          z = z * down(along(scale_smem.at[part]), z.shape)
+        if options.rows is not None:
           z = z + plgpu.load(out_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
         out_smem[part] = z.astype(out_smem.dtype)
       plgpu.commit_smem()
       for part in parts:
         plgpu.copy_smem_to_gmem(out_smem.at[part], outputs[0].at[b, tokens(part), head])
         if finds_normaliser:
-          plgpu.copy_smem_to_gmem(row_smem.at[part], outputs[1].at[b, head, tokens(part)])
+          plgpu.copy_smem_to_gmem(normaliser_smem.at[part], outputs[1].at[b, head, tokens(part)])
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
     def load():
       plgpu.set_max_registers(40, action="decrease")
-      plgpu.copy_gmem_to_smem(x_ref.at[b, head, :, pl.ds(tile * TOKENS, TOKENS)], x_smem, here)
-      for part in range(4):
-        plgpu.copy_gmem_to_smem(y_ref.at[b, tokens(part), head], y_smem.at[part], here)
-        for source_ref, target in ((w_ref, w_smem), (rows_ref, out_smem)):
-          if source_ref is not None:
-            plgpu.copy_gmem_to_smem(source_ref.at[b, tokens(part), head], target.at[part], here)
-        if scale_ref is not None:
-          plgpu.copy_gmem_to_smem(scale_ref.at[b, head, tokens(part)], row_smem.at[part], here)
-      if Z is not None:
-        for m in range(PIECES):
-          plgpu.copy_gmem_to_smem(z_ref.at[b, source, c, m], s_smem.at[0, m], filled.at[0])
 
-      def copy(n, none):
+      fetch = plgpu.copy_gmem_to_smem
+      fetch(x_ref.at[b, head, :, pl.ds(tile * TOKENS, TOKENS)], x_smem, here)
+      for part in range(4):
+        fetch(y_ref.at[b, tokens(part), head], y_smem.at[part], here)
+        for source_ref, target in ((options.w, w_smem), (options.rows, out_smem)):
+          if source_ref is not None:
+            fetch(source_ref.at[b, tokens(part), head], target.at[part], here)
+        for source_ref, target in ((options.w_scale, w_scale_smem), (options.scale, scale_smem)):
+          if source_ref is not None:
+            fetch(source_ref.at[b, head, tokens(part)], target.at[part], here)
+
+      def some_columns(h):
+        return pl.ds(h * columns, columns)
+
+      if first:
+        for m in range(halves * PIECES):
+          piece = options.Z.at[b, source, c, m // halves, :, some_columns(m % halves)]
+          fetch(piece, s_smem.at[0, m], filled.at[0])
+
+      def copy(n, none, *, whole):
         slot = lax.rem(n, jnp.int32(_SLOTS))
         wait_if(n >= _SLOTS, freed.at[slot])
-        for m in range(PIECES):
-          at = (b, source, c, (n - first) * PIECES + m)
-          plgpu.copy_gmem_to_smem(s_ref.at[at], s_smem.at[slot, m], filled.at[slot])
+        for m, (a, h) in enumerate(visited(n, whole)):
+          fetch(s_ref.at[b, source, c, a, :, some_columns(h)], s_smem.at[slot, m], filled.at[slot])
         return none
 
-      lax.fori_loop(first, jnp.int32(visits), copy, None)
+      lax.fori_loop(first, jnp.int32(last_whole), functools.partial(copy, whole=True), None)
+      if last_whole < visits:
+        lax.fori_loop(last_whole, jnp.int32(visits), functools.partial(copy, whole=False), None)
       for n in range(visits - _SLOTS, visits):  # leave no arrival unseen
         plgpu.barrier_wait(freed.at[n % _SLOTS])
 
-  f32 = jnp.float32
-  dtype = f32 if added is None else added.rows.dtype
+  dtype = f32 if given.rows is None else given.rows.dtype
   outputs = [jax.ShapeDtypeStruct((batch, time, all_heads, out), dtype)]
   if finds_normaliser:
     outputs.append(jax.ShapeDtypeStruct((batch, all_heads, time), f32))
   results = len(outputs)
+
+  # Numbers of tokens in shared memory: those that scale, and the normalisers found.
+  wanted = [given.w_scale is not None, given.scale is not None, finds_normaliser]
+  places = [sum(wanted[: n + 1]) - 1 for n in range(3)]
   scratch = [
     plgpu.SMEM((head_dim, TOKENS), x.dtype),
     shared((4, ROWS, width), y.dtype),
-    plgpu.SMEM((1,), f32) if w is None else shared((4, ROWS, head_dim), w.dtype),
-    shared((_SLOTS, PIECES, value_dim, head_dim), S.dtype),
+    shared((4, ROWS, head_dim), y.dtype) if transposed else plgpu.SMEM((1,), f32),
+    shared((_SLOTS, halves * PIECES, value_dim, columns), S.dtype),
     shared((4, ROWS, out), dtype),
-    plgpu.SMEM((4, ROWS), f32),
-    plgpu.Barrier(num_arrivals=1 + 4 * (1 + sum(a is not None for a in optional[1:]))),
-    plgpu.Barrier(num_arrivals=PIECES, num_barriers=_SLOTS),
+    plgpu.SMEM((max(1, sum(wanted)), 4, ROWS), f32),
+    plgpu.Barrier(num_arrivals=1 + 4 * (1 + sum(array is not None for array in given[1:]))),
+    plgpu.Barrier(num_arrivals=halves * PIECES, num_barriers=_SLOTS),
     plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
-    *((shared((2, ROWS, width), y.dtype),) if interpret is not None else ()),
+    *((shared((2, ROWS, width // halves), y.dtype),) if interpret is not None else ()),
   ]
   found = plgpu.kernel(
     kernel,
@@ -243,5 +285,5 @@ def _read(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="state_read",
-  )(x, y, S, *(a for a in optional if a is not None))
+  )(x, y, S, *(array for array in given if array is not None))
   return tuple(varying_as(x, found))
