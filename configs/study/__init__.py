@@ -36,7 +36,7 @@ def large(context: int) -> Config:
   return dataclasses.replace(base, model=model, optimizer=OptimizerConfig(warmup_steps=20, clip_norm=1.0), steps=10_000)
 
 
-def million(context: int) -> Config:
+def million(context: int, steps: int) -> Config:
   """The study's model, conformal, p=2, with 1,048,576 tokens a step, in one sequence or in many."""
   base = study(power=2, context=context)
   return dataclasses.replace(
@@ -45,5 +45,5 @@ def million(context: int) -> Config:
     data=dataclasses.replace(_DATA, join=True),
     log=dataclasses.replace(base.log, heldout_batches=1),
     batch_tokens=2**20,
-    steps=100,
+    steps=steps,
   )

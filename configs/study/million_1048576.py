@@ -10,4 +10,4 @@ from csympow.config import Config
 
 
 def get_config() -> Config:
-  return million(context=1_048_576)
+  return million(context=1_048_576, steps=100)

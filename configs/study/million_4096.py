@@ -10,4 +10,4 @@ from csympow.config import Config
 
 
 def get_config() -> Config:
-  return million(context=4_096)
+  return million(context=4_096, steps=20)
