@@ -33,7 +33,14 @@ def large(context: int) -> Config:
   """GPT-2's 124M shape (91M parameters with this vocabulary), p=2, a sequence a step, for loss against time."""
   base = study(power=2, context=context)
   model = dataclasses.replace(base.model, d_model=768, num_layers=12, num_heads=12, remat="full")
-  return dataclasses.replace(base, model=model, optimizer=OptimizerConfig(warmup_steps=20, clip_norm=1.0), steps=10_000)
+  return dataclasses.replace(
+    base,
+    model=model,
+    optimizer=OptimizerConfig(warmup_steps=20, clip_norm=1.0),
+    log=dataclasses.replace(base.log, gates=0, heldout=50, heldout_batches=8),
+    checkpoint=CheckpointConfig(every=10_000),
+    steps=10_000,
+  )
 
 
 def million(context: int, steps: int) -> Config:
@@ -43,7 +50,7 @@ def million(context: int, steps: int) -> Config:
     base,
     model=dataclasses.replace(base.model, remat="full"),
     data=dataclasses.replace(_DATA, join=True),
-    log=dataclasses.replace(base.log, heldout_batches=1),
+    log=dataclasses.replace(base.log, gates=0, heldout=steps, heldout_batches=1),
     batch_tokens=2**20,
     steps=steps,
   )

@@ -42,7 +42,7 @@ class StudyConfig:
   variants: tuple[str, ...] = VARIANTS
   tokens: int = 2**25
   max_context: int = 65_536
-  documents: int = 35
+  documents: int = 16
   sweep: Cell = (2, 4096)
   sweep_share: float = 0.5
   rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)

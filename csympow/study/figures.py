@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # The same in every figure; lines can be told apart without colours.
 _STYLES: dict[str, dict[str, Any]] = {
   "softmax": {"color": "black", "marker": "o", "linestyle": "-"},
-  "sympow": {"color": "tab:red", "marker": "s", "linestyle": "--"},
+  "sympow": {"color": "tab:orange", "marker": "s", "linestyle": "--"},
   "sympow+gating": {"color": "tab:blue", "marker": "D", "linestyle": "-."},
   "conformal": {"color": "tab:green", "marker": "^", "linestyle": "-"},
 }
@@ -71,7 +71,10 @@ def past_context(study: StudyConfig, kept: Sequence[Record]) -> "Figure":
       axes.set_ylim(least - 0.05 * (top - least), top + 0.05 * (top - least))
     axes.axvline(trained, color="red", linestyle="--", linewidth=1, label="training context")
     results.tokens_axis(axes, last, "position (tokens)")
-    axes.set_xlim(_FIRST_POSITION if last > _FIRST_POSITION else 0.8, last * 1.1)
+    first = min(_FIRST_POSITION, last)
+    ticks = [2**n for n in range(first.bit_length(), last.bit_length(), 2)]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
+    axes.set_xlim(first, last * 1.1)
     axes.set_title(f"p = {power}, trained at {trained:,}")
     axes.set_ylabel("held-out loss (nats per token)")
   _legend(figure, panels[0])
@@ -93,7 +96,8 @@ def clock(study: StudyConfig, kept: Sequence[Record]) -> "Figure":
     style = {name: value for name, value in _STYLES[record.variant].items() if name != "marker"}
     label = f"{record.variant}: {record.tokens_per_s:,.0f} tokens/s"
     axes.plot(seconds, losses, linewidth=0.5, alpha=0.3, color=style["color"])
-    axes.plot(seconds[window - 1 :], smooth, linewidth=1.5, label=label, **style)
+    middle = (window - 1) // 2
+    axes.plot(seconds[middle : middle + len(smooth)], smooth, linewidth=1.5, label=label, **style)
     axes.set_ylim(top=min(9.5, float(np.nanmax(losses))))
   axes.set_xlabel("seconds of training")
   axes.set_ylabel("training loss (nats per token)")

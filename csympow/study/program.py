@@ -69,6 +69,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     "--only", action="append", metavar="PATTERN", help="runs with such names; may be given repeatedly"
   )
   parser.add_argument("--tokens", type=int, metavar="N", help="of each run of the grid")
+  parser.add_argument("--documents", type=int, metavar="N", help="stretches that models are evaluated on, at most")
   parser.add_argument("--clock", type=float, metavar="S", help="seconds of each run for loss against time")
   parser.add_argument("--config", metavar="FILE", help="a Python file with get_config() for another StudyConfig")
   parser.add_argument("--list", action="store_true", help="show the runs and what is done, and stop")
@@ -83,7 +84,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _study(options: argparse.Namespace) -> StudyConfig:
   study = StudyConfig() if options.config is None else overrides.load(options.config, schema=StudyConfig)
-  changes = {"tokens": options.tokens, "clock_seconds": options.clock}
+  changes = {"tokens": options.tokens, "documents": options.documents, "clock_seconds": options.clock}
   return overrides.replaced(study, {name: str(value) for name, value in changes.items() if value is not None})
 
 

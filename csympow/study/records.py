@@ -164,7 +164,7 @@ def load_all(out: Path) -> list[Record]:
   return [record for record in (load(out, name) for name in names) if record is not None]
 
 
-def _cell(value: float | None) -> str:
+def _cell(value: int | float | None) -> str:
   return "" if value is None else f"{value:.6g}"
 
 
