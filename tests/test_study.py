@@ -230,22 +230,22 @@ def test_what_cannot_work_is_refused_in_one_line(flags, line, tmp_path, capsys):
   assert told.count("\n") == 1
 
 
-def study_command(directory, *flags):
-  command = ["-m", "csympow.study", f"--config={directory / 'study.py'}", f"--data={directory / 'data'}"]
-  return running.begin(*command, f"--out={directory / 'out'}", f"--workdirs={directory / 'runs'}", *flags)
-
-
-def test_the_command_trains_evaluates_and_does_only_what_is_missing(tmp_path, tiny):
+def test_the_command_trains_evaluates_and_does_only_what_is_missing(tmp_path, tiny, monkeypatch, capsys):
   texts = write(tmp_path / "texts", [prose(seed, 200) for seed in range(8)])
   succeed(texts, f"--out={tmp_path / 'data'}", "--row_length=128", "--heldout=0.4", "--whole_rows")
   (tmp_path / "out").mkdir()
-  assert "has no choice.json" in running.finish(study_command(tmp_path, "--only=p2_*"), expect=2)[1]
+  paths = {"config": "study.py", "data": "data", "out": "out", "workdirs": "runs"}
+  command = [*(f"--{name}={tmp_path / path}" for name, path in paths.items()), "--only=p2_*"]
+  monkeypatch.chdir(running.ROOT)
+  monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # nothing is timed
+  assert program._run(command, Stop()) == 2
+  assert "has no choice.json for the grid" in capsys.readouterr().err
   plan.write_choice(tmp_path / "out", CHOICE)
-  told = running.finish(study_command(tmp_path, "--only=p2_*", "--budget=10"), expect=75)[0]
-  assert "not begun" in told
-  assert not (tmp_path / "runs").exists()
+  assert program._run([*command, "--budget=10"], Stop()) == 75
+  assert "2 runs are left: p2_32_conformal, p2_16_conformal" in capsys.readouterr().out
+  assert not (tmp_path / "runs").exists(), "there was no time to begin"
 
-  told = running.finish(study_command(tmp_path, "--only=p2_*", "--workers=2"))[0]
+  told = running.finish(running.begin("-m", "csympow.study", *command, "--workers=2"))[0]
   assert "all 2 runs are done" in told
   kept = {record.name: record for record in records.load_all(tmp_path / "out")}
   assert set(kept) == {"p2_32_conformal", "p2_16_conformal"}
@@ -253,13 +253,12 @@ def test_the_command_trains_evaluates_and_does_only_what_is_missing(tmp_path, ti
     assert record.steps["step"] == list(range(1, 21))
     assert record.summary["device"] == "cpu"
     assert record.heldout_loss is not None
-  position = tables.measured(kept["p2_32_conformal"], "position")
-  assert max(position) == 64
+  assert max(tables.measured(kept["p2_32_conformal"], "position")) == 64
   assert not kept["p2_16_conformal"].context
 
   for lost in ("p2_16_conformal.json", "p2_16_conformal.csv"):
     (tmp_path / "out" / lost).unlink()
-  told = running.finish(study_command(tmp_path, "--only=p2_*"))[0]
+  told = running.finish(running.begin("-m", "csympow.study", *command))[0]
   assert "p2_16_conformal: going on" in told
   assert "p2_32_conformal" not in told
   assert "2 runs are done" in told
