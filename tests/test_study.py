@@ -134,6 +134,8 @@ def test_the_final_loss_is_of_the_last_steps_and_differences_are_paired(tmp_path
   tail = 3 + noise[-5:]
   np.testing.assert_allclose(ours.final_loss, (tail.mean(), tail.std(ddof=1) / np.sqrt(5)), rtol=1e-5)
   np.testing.assert_allclose(tables.difference(ours, theirs), (-0.5, 0), atol=1e-4)
+  with pytest.raises(ConfigError, match="different numbers of steps"):
+    tables.difference(ours, keep(tmp_path, plan.grid(tiny, CHOICE)[0], [3.0] * 20))
   assert ours.heldout_loss == 2.0
   assert ours.summary["memory_bytes"] == 2**30
   assert ours.summary["gates"] == {"memory_min": 1.0}
@@ -242,11 +244,11 @@ def test_the_command_trains_evaluates_and_does_only_what_is_missing(tmp_path, ti
   assert "has no choice.json for the grid" in capsys.readouterr().err
   plan.write_choice(tmp_path / "out", CHOICE)
   assert program._run([*command, "--budget=10"], Stop()) == 75
-  assert "2 runs are left: p2_32_conformal, p2_16_conformal" in capsys.readouterr().out
+  assert "left to do, by the same command: p2_32_conformal, p2_16_conformal (2 of 2)" in capsys.readouterr().out
   assert not (tmp_path / "runs").exists(), "there was no time to begin"
 
   told = running.finish(running.begin("-m", "csympow.study", *command, "--workers=2"))[0]
-  assert "all 2 runs are done" in told
+  assert "done: all of 2" in told
   kept = {record.name: record for record in records.load_all(tmp_path / "out")}
   assert set(kept) == {"p2_32_conformal", "p2_16_conformal"}
   for record in kept.values():
@@ -261,7 +263,7 @@ def test_the_command_trains_evaluates_and_does_only_what_is_missing(tmp_path, ti
   told = running.finish(running.begin("-m", "csympow.study", *command))[0]
   assert "p2_16_conformal: going on" in told
   assert "p2_32_conformal" not in told
-  assert "2 runs are done" in told
+  assert "done: all of 2" in told
 
 
 def test_without_their_libraries_there_is_no_text_and_no_picture_but_all_else(tmp_path, monkeypatch, capsys):

@@ -135,9 +135,9 @@ def _perform(study: StudyConfig, options: argparse.Namespace, stop: Stop) -> int
     return fail(f"{len(workers.failed)} runs failed: {', '.join(workers.failed)}", EXIT_ERROR)
   missing = [run.name for run in [*wanted, *later] if run in blocked or done(options.out, run) is None]
   if missing:
-    workers.say(f"{len(missing)} runs are left: {', '.join(missing)}; the same command goes on with them")
+    workers.say(f"left to do, by the same command: {', '.join(missing)} ({len(missing)} of {len(wanted) + len(later)})")
     return EXIT_STOPPED
-  workers.say(f"all {len(wanted) + len(later)} runs are done, in {options.out}")
+  workers.say(f"done: all of {len(wanted) + len(later)}, in {options.out}")
   return EXIT_DONE
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from csympow.config import ConfigError
 from csympow.study import paper, records
 from csympow.study.config import StudyConfig
 from csympow.study.records import Mean, Record
@@ -138,6 +139,8 @@ def difference(ours: Record, baseline: Record) -> Mean:
   """How far the final training loss of one run lies above another's that read the same batches."""
   if ours.diverged or baseline.diverged:
     return Mean(math.inf, math.nan)
+  if len(ours.steps["step"]) != len(baseline.steps["step"]):
+    raise ConfigError(f"{ours.name} and {baseline.name} are of different numbers of steps and cannot be compared")
   return records.mean([a - b for a, b in zip(ours.tail, baseline.tail, strict=True)])
 
 
