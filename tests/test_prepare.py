@@ -115,6 +115,21 @@ def test_a_manifest_cuts_one_file_and_decides_the_split(tmp_path):
     assert words in refuse(books, f"--manifest={manifest}", f"--out={tmp_path / 'bad'}")
 
 
+def test_whole_rows_are_one_document_each_and_the_rest_is_left_out(tmp_path):
+  texts = [prose(seed, words) for seed, words in enumerate((1, 40, 3, 25, 1))]
+  out = tmp_path / "out"
+  directory = write(tmp_path / "in", texts)
+  flags = (f"--row_length={ROW}", "--heldout=0", "--whole_rows")
+  succeed(directory, f"--out={out}", *flags, "--compression=zstd", "--rows_per_chunk=4")
+  wanted = [list(text.encode()[i : i + ROW]) for text in texts for i in range(0, len(text) - ROW + 1, ROW)]
+  assert load(out / "train.zarr").tolist() == wanted
+  assert {path.name for path in out.iterdir()} == {"train.zarr", "dataset.json"}
+  assert json.loads((out / "train.zarr" / ".zarray").read_text())["compressor"] == {"id": "zstd", "level": 22}
+  assert "whole_rows is True there, False here" in refuse(directory, f"--out={out}", *flags[:2], "--compression=zstd")
+  short = write(tmp_path / "short", ["brief"])
+  assert "no document fills a row of 16 tokens" in refuse(short, f"--out={tmp_path / 'none'}", *flags)
+
+
 def test_the_format_is_that_of_longcrawl64_and_chunks_of_zeros_are_there(tmp_path):
   out = tmp_path / "out"
   succeed(write(tmp_path / "in", [b"\0" * 64, b"\0" * 40]), f"--out={out}", "--row_length=32", "--heldout=0")

@@ -17,6 +17,15 @@ class Piece(NamedTuple):
 Row = list[Piece]
 
 
+def whole_rows(lengths: Iterable[int], row_length: int) -> list[Row]:
+  """The rows, in order, that documents of these lengths fill alone: what is left of a document is in none."""
+  return [
+    [Piece(document, stop - row_length, stop)]
+    for document, length in enumerate(lengths)
+    for stop in range(row_length, length + 1, row_length)
+  ]
+
+
 def pack(lengths: Iterable[int], row_length: int) -> list[Row]:
   """The rows, in order, of documents of these lengths; each token of each document is in exactly one.
 

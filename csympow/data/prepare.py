@@ -7,7 +7,8 @@ Each file is a document, plain or compressed (.xz, .gz), in UTF-8. DIR gets, for
     dataset.json      the tokenizer, counts and checksums; written last
     tokenizer.json    unless tokens are bytes
 
-Documents of at least a row are cut into rows of their own, shorter ones and remainders share rows. Interrupted at any
+Documents of at least a row are cut into rows of their own, shorter ones and remainders share rows, or with --whole_rows
+are left out: each row is then one document's, and there are no segments. Interrupted at any
 moment, the same command goes on, to the same result byte for byte.
 
 Exit codes: 0 done, 2 bad usage or input, 75 told to stop (SIGTERM, SIGINT), 1 anything else.
@@ -31,7 +32,7 @@ import numpy as np
 
 from csympow.data import sources, zarr_writer
 from csympow.data.output import DATASET, TOKENIZER, Output, TokenCache, replace_file, to_json
-from csympow.data.packing import pack
+from csympow.data.packing import pack, whole_rows
 from csympow.data.progress import Progress
 from csympow.data.sources import SPLITS, Corpus, Refused, Split
 from csympow.data.tokenizer import SMALLEST_BPE, BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
@@ -109,6 +110,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--train_bpe", metavar="VOCAB_SIZE", type=int, help="train a BPE on the training documents")
   parser.add_argument("--row_length", type=int, default=65_536, help="tokens of a row (%(default)s)")
   parser.add_argument("--rows_per_chunk", type=int, default=1, help="rows of a file of the dataset (%(default)s)")
+  parser.add_argument("--whole_rows", action="store_true", help="leave out what does not fill a row")
+  parser.add_argument(
+    "--compression",
+    choices=zarr_writer.COMPRESSORS,
+    default="lz4",
+    help="zstd is small and slow to write (%(default)s)",
+  )
   parser.add_argument("--heldout", type=float, help="share of documents held out, by a hash of their bytes (0.02)")
   parser.add_argument("--glob", default="*.txt", help="names of files taken from directories (%(default)s)")
   manifest = "CSV of the documents in one file, with columns byte_offset, bytes, split and perhaps sha256"
@@ -143,6 +151,8 @@ def _prepare(options: argparse.Namespace) -> None:
     "row_length": options.row_length,
     "rows_per_chunk": options.rows_per_chunk,
     "heldout": "by manifest" if options.manifest else heldout,
+    "whole_rows": options.whole_rows,
+    "compression": options.compression,
   }
   inputs = sources.listing(corpus)
 
@@ -155,7 +165,7 @@ def _prepare(options: argparse.Namespace) -> None:
     tokenizer = tokenizer or _trained(output, corpus, options.train_bpe)
     cache = TokenCache(output.partial / f"tokens-{tokenizer.sha256[:16]}")
     documents = _tokenise(corpus, tokenizer, cache)
-    _require_documents(output, corpus, documents)
+    _require_documents(output, corpus, documents, options.row_length if options.whole_rows else 1)
     identity = json.dumps([settings, tokenizer.sha256, documents])
     rows = output.rows(hashlib.sha256(identity.encode()).hexdigest())
     splits: dict[str, dict[str, Any]] = {split: _write(rows, split, documents, cache, options) for split in SPLITS}
@@ -240,11 +250,14 @@ def _tokenise(corpus: Corpus, tokenizer: Tokenizer, cache: TokenCache) -> list[T
   return [Tokenised(sha256, lengths[sha256], split) for sha256, split in found]
 
 
-def _require_documents(output: Output, corpus: Corpus, documents: Sequence[Tokenised]) -> None:
+def _require_documents(output: Output, corpus: Corpus, documents: Sequence[Tokenised], shortest: int) -> None:
   """There must be something to train on, unless the user said that there should not."""
   if not sum(document.length for document in documents):
     output.clean()
     raise Refused(f"there is no text in the input: {len(corpus)} documents, all empty")
+  if (longest := max(document.length for document in documents)) < shortest:
+    output.clean()
+    raise Refused(f"no document fills a row of {shortest} tokens, as --whole_rows asks: the longest has {longest}")
   if isinstance(corpus, sources.Files) and corpus.heldout < 1 and all(d.split == "heldout" for d in documents):
     output.clean()
     raise Refused(f"all {len(documents)} documents fall to the held-out split; give another --heldout, 0 for none")
@@ -255,7 +268,7 @@ def _write(
 ) -> dict[str, Any]:
   """Writes one split's arrays, unless it has no tokens; returns what dataset.json says of it."""
   chosen = [document for document in documents if document.split == split]
-  plan = pack((document.length for document in chosen), options.row_length)
+  plan = (whole_rows if options.whole_rows else pack)((document.length for document in chosen), options.row_length)
   if not plan:
     return {"array": None, "documents": len(chosen), "tokens": 0, "rows": 0, "padding": 0.0}
   progress = Progress(len(plan))
@@ -271,9 +284,16 @@ def _write(
     progress.add(done - progress.done)
     progress.show(f"{split}: row {done:,} of {len(plan):,}")
 
-  name, segments = f"{split}.zarr", f"{split}.segments.zarr"
+  name, segments = f"{split}.zarr", None if options.whole_rows else f"{split}.segments.zarr"
   written = zarr_writer.write_rows(
-    rows / name, rows / segments, plan, options.row_length, options.rows_per_chunk, read, on_progress
+    rows / name,
+    rows / segments if segments else None,
+    plan,
+    options.row_length,
+    options.rows_per_chunk,
+    read,
+    on_progress,
+    options.compression,
   )
   progress.end(f"{split}: {written.rows:,} rows")
   padding = 1 - written.tokens / (written.rows * options.row_length)

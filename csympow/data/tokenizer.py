@@ -1,8 +1,10 @@
 """Text to token ids and back: UTF-8 bytes, or a byte-pair encoding in a Hugging Face `tokenizers` file."""
 
 import hashlib
+import importlib.util
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -118,7 +120,10 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
 
 
 def find_tokenizer(data: DataConfig) -> Tokenizer | None:
-  """The tokenizer that the config names, or else the dataset itself; None if neither does."""
+  """The tokenizer that the config names, or else the dataset itself; None if neither does.
+
+  A dataset's own is None, too, where the library that reads it is not installed: only texts need it.
+  """
   if data.tokenizer is not None:
     try:
       return load_tokenizer(data.tokenizer)
@@ -131,6 +136,9 @@ def find_tokenizer(data: DataConfig) -> Tokenizer | None:
     return None
   try:
     told = json.loads(described.read_text())["tokenizer"]
+    if told["name"] != "bytes" and importlib.util.find_spec("tokenizers") is None:
+      print("csympow: the tokenizers library is not installed: ids instead of text", file=sys.stderr, flush=True)
+      return None
     return load_tokenizer("bytes" if told["name"] == "bytes" else str(described.parent / told["file"]))
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise ConfigError(f"{described} names no tokenizer that can be read: {error}") from error

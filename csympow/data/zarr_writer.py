@@ -18,45 +18,54 @@ PADDING = -1  # the segment id where a row holds no token
 _LONGEST_CHUNK = 65_536  # tokens of a row: LongCrawl64's
 _WRITES_IN_FLIGHT = 8
 
+# By name: LongCrawl64's, quick to write and to read; and one that is slow to write and takes half the room, where many
+# rows share a chunk.
+COMPRESSORS: dict[str, dict[str, Any]] = {
+  "lz4": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1},
+  "zstd": {"id": "zstd", "level": 22},
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-  """What two arrays hold: sha256 is of their elements, row by row."""
+  """What the arrays hold: sha256 is of their elements, row by row."""
 
   rows: int
   tokens: int
   tokens_sha256: str
-  segments_sha256: str
+  segments_sha256: str | None
 
 
 def write_rows(
   tokens_path: Path,
-  segments_path: Path,
+  segments_path: Path | None,
   rows: Sequence[Row],
   row_length: int,
   rows_per_chunk: int,
   read: Callable[[int], np.ndarray],
   on_progress: Callable[[int], None],
+  compression: str = "lz4",
 ) -> Written:
-  """Writes both arrays of one split, less the chunks that are there: TensorStore puts chunks in place by renaming.
+  """Writes the arrays of one split, less the chunks that are there: TensorStore puts chunks in place by renaming.
 
   Args:
     tokens_path: the array of tokens.
-    segments_path: the array of their segment ids.
+    segments_path: the array of their segment ids; None: none, for rows that are each of one document, and full.
     rows: what each row is made of.
     row_length: tokens of a row.
     rows_per_chunk: rows of a chunk.
     read: gives the tokens of a document by its number.
     on_progress: told the number of rows done.
+    compression: a name in COMPRESSORS.
   """
   most_segments = max(map(len, rows))
   segment_type = np.dtype("<i2" if most_segments <= np.iinfo(np.int16).max + 1 else "<i4")
   chunks = (rows_per_chunk, min(row_length, _LONGEST_CHUNK))
   shape = (len(rows), row_length)
-  arrays = [
-    _Array(tokens_path, shape, chunks, np.dtype("<u2"), 0),
-    _Array(segments_path, shape, chunks, segment_type, PADDING),
-  ]
+  compressor = COMPRESSORS[compression]
+  arrays = [_Array(tokens_path, shape, chunks, np.dtype("<u2"), 0, compressor)]
+  if segments_path is not None:
+    arrays.append(_Array(segments_path, shape, chunks, segment_type, PADDING, compressor))
   count = 0
   for first in range(0, len(rows), rows_per_chunk):
     group = rows[first : first + rows_per_chunk]
@@ -70,17 +79,25 @@ def write_rows(
         segments[i, at:end] = segment
         at = end
       count += at
-    for array, values in zip(arrays, (tokens, segments), strict=True):
+    for array, values in zip(arrays, (tokens, segments), strict=False):
       array.write(first, values)
     on_progress(first + len(group))
-  tokens_sha256, segments_sha256 = [array.finish() for array in arrays]
-  return Written(len(rows), count, tokens_sha256, segments_sha256)
+  checksums = [array.finish() for array in arrays]
+  return Written(len(rows), count, checksums[0], checksums[1] if len(checksums) > 1 else None)
 
 
 class _Array:
   """One array, written from its first row to its last."""
 
-  def __init__(self, path: Path, shape: tuple[int, int], chunks: tuple[int, int], dtype: np.dtype[Any], fill: int):
+  def __init__(
+    self,
+    path: Path,
+    shape: tuple[int, int],
+    chunks: tuple[int, int],
+    dtype: np.dtype[Any],
+    fill: int,
+    compressor: dict[str, Any],
+  ):
     self._path, self._shape, self._chunks = path, shape, chunks
     self._digest = hashlib.sha256()
     self._writes: collections.deque[Any] = collections.deque()
@@ -94,7 +111,7 @@ class _Array:
         "shape": shape,
         "chunks": chunks,
         "dtype": dtype.str,
-        "compressor": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1},
+        "compressor": compressor,
         "fill_value": fill,
         "order": "C",
         "filters": None,

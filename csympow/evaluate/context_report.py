@@ -5,8 +5,6 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
-
 from csympow.evaluate import curves, results
 from csympow.evaluate.curves import Curve
 from csympow.evaluate.runs import Run, cache_bytes
@@ -14,6 +12,8 @@ from csympow.evaluate.stretches import Stretches
 from csympow.train.metrics import size
 
 if TYPE_CHECKING:
+  from matplotlib.figure import Figure
+
   from csympow.evaluate.context import Losses
 
 _MEASURES = {
@@ -45,7 +45,8 @@ def write(directory: Path, runs: list[Run], stretches: Stretches, losses: list["
       for run, found in zip(runs, measured, strict=True)
     ],
   }
-  line = results.write(directory, "context", rows, record, _figure(runs, stretches, measured))
+  figure = _figure(runs, stretches, measured) if results.can_draw() else None
+  line = results.write(directory, "context", rows, record, figure)
   tables = [table(run, stretches, found) for run, found in zip(runs, measured, strict=True)]
   return "\n\n".join([*tables, line])
 
@@ -129,7 +130,7 @@ def _number(value: tuple[float, float] | None) -> str:
   return f"{round(loss, 4) + 0.0:.4f}" + (f" ({error:.4f})" if math.isfinite(error) else "")
 
 
-def _figure(runs: list[Run], stretches: Stretches, measured: list[dict[str, Curve]]) -> Figure:
+def _figure(runs: list[Run], stretches: Stretches, measured: list[dict[str, Curve]]) -> "Figure":
   figure = results.new_figure(10.0, 8.0)
   panels = figure.subplots(2, 2)
   scored = _scored(stretches)

@@ -1,45 +1,63 @@
-"""What every task leaves: TASK.csv, TASK.png and, last, TASK.json, each there as a whole or not at all."""
+"""What every task leaves: TASK.csv, TASK.png and, last, TASK.json, each there as a whole or not at all.
+
+Where matplotlib is not installed, as on a machine lent for its chips alone, there is no picture.
+"""
 
 import csv
+import importlib.util
 import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from PIL import Image
 
 from csympow.data.output import replace_file
 from csympow.evaluate.runs import Run, cache_bytes
 from csympow.train.metrics import finite, size
 
+if TYPE_CHECKING:
+  from matplotlib.figure import Figure
 
-def write(directory: Path, task: str, rows: Sequence[dict[str, Any]], record: dict[str, Any], figure: Figure) -> str:
-  """Writes the three files; returns a line that tells of them."""
+
+def write(
+  directory: Path, task: str, rows: Sequence[dict[str, Any]], record: dict[str, Any], figure: "Figure | None"
+) -> str:
+  """Writes the files; returns a line that tells of them."""
   table = io.StringIO()
   writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
   writer.writeheader()
   writer.writerows({name: "" if value != value else value for name, value in row.items()} for row in rows)  # NaN
   replace_file(directory / f"{task}.csv", table.getvalue().encode())
-  replace_file(directory / f"{task}.png", _png(figure))
+  if figure is not None:
+    replace_file(directory / f"{task}.png", png(figure))
   record = {"task": task, "device": jax.local_devices()[0].device_kind, "jax": jax.__version__} | record
   replace_file(directory / f"{task}.json", (json.dumps(finite(record), indent=1) + "\n").encode())
-  return f"wrote {directory / task}.csv, .json and .png"
+  pictured = ", .json and .png" if figure is not None else " and .json, no .png: matplotlib is not installed"
+  return f"wrote {directory / task}.csv{pictured}"
 
 
-def _png(figure: Figure) -> bytes:
+def can_draw() -> bool:
+  """Whether there is what figures are made with."""
+  return all(importlib.util.find_spec(name) is not None for name in ("matplotlib", "PIL"))
+
+
+def png(figure: "Figure") -> bytes:
   """The picture in 128 colours, which lines and text do not need, at a third of the size."""
+  from PIL import Image
+
   full, small = io.BytesIO(), io.BytesIO()
   figure.savefig(full, format="png")
   Image.open(full).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
   return small.getvalue()
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> "Figure":
   """A figure for print, in inches; not pyplot's, which would look for a display."""
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure
+
   figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
   FigureCanvasAgg(figure)
   return figure

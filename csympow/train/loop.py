@@ -108,8 +108,8 @@ class Loop:
       "eta_s": (config.steps - step) * seconds,
       "skipped": int(metrics.skipped),
     }
-    used = self._reports.utilisation(speed)
-    record |= {} if used is None else {"mfu": used}
+    told = {"mfu": self._reports.utilisation(speed), "memory_bytes": self._reports.memory()}
+    record |= {name: value for name, value in told.items() if value is not None}
     self._checkpoints.look()
     self._progress.step(step, record["loss"], speed, due=self._journal is not None)
     self._complete(record, batch)

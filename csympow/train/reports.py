@@ -56,6 +56,11 @@ class Reports:
     """MFU."""
     return flops.utilisation(tokens_per_s, self._flops_per_token, jax.device_count(), self._device_kind)
 
+  @staticmethod
+  def memory() -> int | None:
+    """The most bytes of the first device that were ever in use, where the device counts them."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
   def due(
     self, step: int, state: TrainState, batch: Batch, say: Callable[[str], None], journal: Journal | None
   ) -> dict[str, Any]:

@@ -1,0 +1,14 @@
+"""The study: p=4 at 65,536 tokens of context, 512 steps of 65,536 tokens.
+
+    python train.py --config=configs/study/p4_65536.py --workdir=runs/study/p4_65536
+
+Hardware: one GPU. Time and score: docs/results.md. Other variants:
+--config.model.variant=softmax (or sympow, sympow+gating) and a workdir of its own.
+"""
+
+from configs.study import study
+from csympow.config import Config
+
+
+def get_config() -> Config:
+  return study(power=4, context=65_536)

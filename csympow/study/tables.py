@@ -1,0 +1,185 @@
+"""The study's tables, in Markdown, each from the runs that are done; what is not done is a dash."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from csympow.config import ConfigError
+from csympow.study import paper, records
+from csympow.study.config import StudyConfig
+from csympow.study.records import Mean, Record
+from csympow.train.metrics import size
+
+
+def training(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """The final training loss by context and variant, the paper's in brackets."""
+  parts = []
+  for power in study.powers:
+    rows = []
+    for variant in study.variants:
+      cells = []
+      for context in study.contexts(power):
+        record = of_grid(kept, power, context, variant)
+        told = "-" if record is None else _mean(record.final_loss)
+        theirs = paper.training_loss(power, variant, context)
+        cells.append(told if theirs is None else f"{told} ({theirs:.3f})")
+      rows.append([variant, *cells])
+    parts.append(_markdown([f"p={power}", *(f"{context:,}" for context in study.contexts(power))], rows))
+  return "\n\n".join(parts)
+
+
+def over_softmax(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """How far each variant's loss lies above softmax's: paired by step, since all variants read the same batches."""
+  parts = []
+  for power in study.powers:
+    rows = []
+    for variant in [name for name in study.variants if name != "softmax"]:
+      cells = []
+      for context in study.contexts(power):
+        ours, baseline = (of_grid(kept, power, context, name) for name in (variant, "softmax"))
+        told = "-" if ours is None or baseline is None else _mean(difference(ours, baseline), sign=True)
+        theirs = [paper.training_loss(power, name, context) for name in (variant, "softmax")]
+        cells.append(told if None in theirs else f"{told} ({_signed(_number(theirs[0]) - _number(theirs[1]))})")
+      rows.append([variant, *cells])
+    parts.append(_markdown([f"p={power}", *(f"{context:,}" for context in study.contexts(power))], rows))
+  return "\n\n".join(parts)
+
+
+def heldout(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """The held-out loss at the training context, over all held-out rows."""
+  parts = []
+  for power in study.powers:
+    rows = []
+    for variant in study.variants:
+      found = [of_grid(kept, power, context, variant) for context in study.contexts(power)]
+      losses = [None if record is None or record.diverged else record.heldout_loss for record in found]
+      rows.append([variant, *("-" if loss is None else f"{loss:.3f}" for loss in losses)])
+    parts.append(_markdown([f"p={power}", *(f"{context:,}" for context in study.contexts(power))], rows))
+  return "\n\n".join(parts)
+
+
+def past_context(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """Loss at the training context and at the longest one, by position and for the same last tokens."""
+  parts = []
+  for power, trained in study.evaluated:
+    rows, longest = [], 0
+    for variant in study.variants:
+      record = of_grid(kept, power, trained, variant)
+      position, window = (measured(record, name) for name in ("position", "window"))
+      longest = max([longest, *position])
+      ends = [position.get(trained), position.get(longest), window.get(trained), window.get(longest)]
+      theirs = paper.LOSS_PAST_CONTEXT.get((power, trained), {}).get(variant)
+      memory = _state(record, longest)
+      rows.append([variant, *(_mean(end) for end in ends), memory, "-" if theirs is None else f"{theirs:.2f}"])
+    head = [
+      *(f"p={power}, trained at {trained:,}", f"at position {trained:,}", f"at position {longest:,}"),
+      *(f"last tokens given {trained:,}", f"last tokens given {longest:,}", "state", "the paper's, at 65,520"),
+    ]
+    parts.append(_markdown(head, rows))
+  return "\n\n".join(parts)
+
+
+def sweep(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """The final training losses of the sweep; the lowest of a variant is chosen."""
+  tried = [record for record in kept if record.kind == "sweep"]
+  lines = {(variant, offset): "" for variant in study.variants for offset in study.offsets}
+  rows = []
+  for variant, offset in lines:
+    of_line = [record for record in tried if record.variant == variant]
+    gated = len({record.offset for record in of_line}) > 1
+    if not gated and offset != study.offsets[0]:
+      continue
+    best = min((record.final_loss.mean for record in of_line), default=math.inf)
+    cells = []
+    for rate in study.rates:
+      found = [record for record in of_line if record.rate == rate and (not gated or record.offset == offset)]
+      told = _mean(found[0].final_loss) if found else "-"
+      cells.append(f"**{told}**" if found and found[0].final_loss.mean == best < math.inf else told)
+    rows.append([variant + (f", offset {offset:.1f}" if gated else ""), *cells])
+  return _markdown(["learning rate", *(f"{rate:g}" for rate in study.rates)], rows)
+
+
+def clock(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """The runs for loss against time."""
+  rows = []
+  for record in (record for record in kept if record.kind == "clock"):
+    taken = sum(time for time in record.steps["step_s"] if time is not None)
+    told = _number(record.heldout_loss) if record.heldout_loss is not None else math.nan
+    rows.append(
+      [
+        *(record.variant, f"{len(record.steps['step']):,}", f"{taken:.0f}", f"{record.tokens_per_s:,.0f}"),
+        *(_mean(record.final_loss), f"{told:.3f}", _memory(record)),
+      ]
+    )
+  return _markdown(["", "steps", "seconds", "tokens/s", "training loss", "held-out loss", "memory"], rows)
+
+
+def speed(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """The runs for their speed and memory."""
+  rows = []
+  for record in (record for record in kept if record.kind == "speed"):
+    config = record.summary["config"]
+    sequences = f"{config['batch_tokens'] // config['context']:,} x {config['context']:,}"
+    step = config["batch_tokens"] / record.tokens_per_s
+    told = [f"{len(record.steps['step']):,}", f"{step:.2f}", f"{record.tokens_per_s:,.0f}", _memory(record)]
+    rows.append([sequences, *told, _mean(record.final_loss)])
+  return _markdown(["tokens a step", "steps", "seconds a step", "tokens/s", "memory", "training loss"], rows)
+
+
+def of_grid(kept: Sequence[Record], power: int, context: int, variant: str) -> Record | None:
+  """The run of the grid at a cell."""
+  for record in kept:
+    fits = record.kind == "grid" and record.trained_at == context and record.variant == variant
+    if fits and (variant == "softmax" or record.power == power):
+      return record
+  return None
+
+
+def difference(ours: Record, baseline: Record) -> Mean:
+  """How far the final training loss of one run lies above another's that read the same batches."""
+  if ours.diverged or baseline.diverged:
+    return Mean(math.inf, math.nan)
+  if len(ours.steps["step"]) != len(baseline.steps["step"]):
+    raise ConfigError(f"{ours.name} and {baseline.name} are of different numbers of steps and cannot be compared")
+  return records.mean([a - b for a, b in zip(ours.tail, baseline.tail, strict=True)])
+
+
+def measured(record: Record | None, measure: str) -> dict[int, Mean]:
+  """A curve of the evaluation past the training context, by the last position or the context."""
+  rows = [] if record is None else [row for row in record.context if row["measure"] == measure]
+  return {int(row["context"]): Mean(float(row["loss"]), float(row["standard_error"] or math.nan)) for row in rows}
+
+
+def _state(record: Record | None, context: int) -> str:
+  rows = [] if record is None else [row for row in record.context if int(row["context"]) == context]
+  return size(int(rows[0]["state_bytes"])) if rows else "-"
+
+
+def _memory(record: Record) -> str:
+  told = record.summary["memory_bytes"]
+  return "-" if told is None else size(told)
+
+
+def _mean(value: Mean | None, sign: bool = False) -> str:
+  if value is None:
+    return "-"
+  if not math.isfinite(value.mean):
+    return "diverged"
+  told = _signed(value.mean) if sign else f"{value.mean:.3f}"
+  return told if math.isnan(value.error) else f"{told} ± {value.error:.3f}"
+
+
+def _signed(value: float) -> str:
+  return f"{value:+.3f}".replace("-", "\N{MINUS SIGN}")
+
+
+def _number(value: float | None) -> float:
+  assert value is not None
+  return value
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+  if not rows:
+    return "Not run yet."
+  lines = [head, ["---"] * len(head), *rows]
+  return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -1,0 +1,217 @@
+"""Runs of train.py and eval.py as processes of their own, several at once on one device, within a time budget.
+
+While one run compiles, others train: at this size compiling takes as long. What would not end before the budget does is
+not begun; what is under way when it ends is told to stop, saves, and goes on from there if its workdir is still there.
+"""
+
+import concurrent.futures
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from csympow.command import EXIT_DONE, EXIT_NOT_FINITE, EXIT_STOPPED
+from csympow.config import ConfigError, differences, to_dict
+from csympow.study import records
+from csympow.study.config import StudyConfig
+from csympow.study.plan import Run
+from csympow.study.records import Record
+from csympow.train.stop import Stop
+
+_GRACE = 20.0  # seconds before the end of the budget at which runs are told to stop, so that they can save
+_LOOK = 0.2  # seconds between two looks at a process
+_DEVICE_SHARE = 0.9  # of the device's memory, for all runs at once
+
+type Outcome = Literal["done", "diverged", "stopped", "failed"]
+
+
+class Workers:
+  """What performs runs. Its methods may be called from several threads."""
+
+  def __init__(
+    self, study: StudyConfig, out: Path, workdirs: Path, data: Path, count: int, budget: float, stop: Stop
+  ) -> None:
+    self._study, self._out, self._workdirs, self._data, self._count = study, out, workdirs, data, count
+    self._stop, self._began, self._budget = stop, time.monotonic(), budget
+    self._lock = threading.Lock()
+    self.failed: list[str] = []
+
+  def perform(self, runs: Sequence[Run]) -> None:
+    """All of these runs that are not done and for which there is time, in this order."""
+    missing = [run for run in runs if done(self._out, run) is None]
+    self._waiting = len(missing)
+    for alone in (False, True):
+      with concurrent.futures.ThreadPoolExecutor(1 if alone else self._count) as pool:
+        list(pool.map(self._perform, [run for run in missing if run.alone == alone]))
+
+  @property
+  def left(self) -> float:
+    """Seconds until runs are told to stop."""
+    return self._budget - _GRACE - (time.monotonic() - self._began)
+
+  def say(self, text: str) -> None:
+    """A line of progress."""
+    with self._lock:
+      print(f"[{time.monotonic() - self._began:4.0f} s] {text}", flush=True)
+
+  def _perform(self, run: Run) -> None:
+    expected = self._expected(run)
+    if self._over or expected > self.left:
+      if not self._stop.requested:
+        self.say(f"{run.name}: not begun, it takes about {expected:.0f} s and {max(0.0, self.left):.0f} s are left")
+      return
+    self.say(f"{run.name}: {'going on' if self._workdir(run).exists() else 'begins'}")
+    began = time.monotonic()
+    outcome = self._train(run)
+    trained = time.monotonic() - began
+    if outcome == "done" and run.evaluated:
+      outcome = self._evaluate(run)
+    if outcome in ("stopped", "failed"):
+      if outcome == "stopped":
+        self.say(f"{run.name}: stopped after {trained:.0f} s")
+      return
+    told = {
+      "name": run.name,
+      "kind": run.kind,
+      "outcome": outcome,
+      "evaluated": run.evaluated and outcome == "done",
+      "device": self._device(run),
+      "workers": 1 if run.alone else self._count,
+      "train_seconds": round(trained, 1),
+      "evaluate_seconds": round(time.monotonic() - began - trained, 1),
+    }
+    evaluation = self._workdir(run) / "evaluation" if told["evaluated"] else None
+    records.save(self._out, run.name, self._workdir(run), evaluation, told)
+    record = records.load(self._out, run.name)
+    assert record is not None
+    with self._lock:
+      self._waiting -= 1
+    self.say(f"{run.name}: {describe(record)}; {self._waiting} to go")
+
+  def _train(self, run: Run) -> Outcome:
+    workdir = self._workdir(run)
+    changes = run.changes | {f"data.{split}": str(self._data / f"{split}.zarr") for split in ("train", "heldout")}
+    command = ["train.py", f"--config={run.file}", f"--workdir={workdir}"]
+    command += [f"--config.{name}={value}" for name, value in changes.items()]
+    code = self._process(run, command, run.seconds)
+    if code == EXIT_STOPPED and run.seconds is not None and records.training_seconds(workdir) >= run.seconds:
+      return "done"
+    return self._outcome(run, code)
+
+  def _evaluate(self, run: Run) -> Outcome:
+    workdir = self._workdir(run)
+    command = ["eval.py", "--task=context", f"--workdir={workdir}", f"--out={workdir / 'evaluation'}"]
+    command += [f"--max_context={self._study.max_context}", f"--documents={self._study.documents}"]
+    return self._outcome(run, self._process(run, command, None))
+
+  def _outcome(self, run: Run, code: int) -> Outcome:
+    found: dict[int, Outcome] = {EXIT_DONE: "done", EXIT_NOT_FINITE: "diverged", EXIT_STOPPED: "stopped"}
+    if code in found:
+      return found[code]
+    if self._over:  # and the process had no time to save
+      return "stopped"
+    log = self._log(run).read_text(errors="replace").splitlines() or ["it printed nothing"]
+    self.say(f"{run.name}: failed with exit code {code}: {log[-1][:300]} (all of it: {self._log(run)})")
+    with self._lock:
+      self.failed.append(run.name)
+    return "failed"
+
+  def _process(self, run: Run, command: list[str], seconds: float | None) -> int:
+    """The exit code of a program of the project, which is told to stop when the time is up."""
+    share = _DEVICE_SHARE if run.alone else _DEVICE_SHARE / self._count
+    environment = {
+      "JAX_COMPILATION_CACHE_DIR": str((self._workdirs / "xla").absolute()),
+      **os.environ,
+      "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+      "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}",
+    }
+    self._log(run).parent.mkdir(parents=True, exist_ok=True)
+    with self._log(run).open("ab") as log:
+      # In a group of its own: a Ctrl-C is for this program, which passes it on once.
+      process = subprocess.Popen(
+        [sys.executable, *command], env=environment, stdout=log, stderr=subprocess.STDOUT, process_group=0
+      )
+      told = False
+      try:
+        while (code := process.poll()) is None:
+          time.sleep(_LOOK)
+          enough = seconds is not None and records.training_seconds(self._workdir(run)) >= seconds
+          if (self._over or enough) and not told:
+            process.send_signal(signal.SIGTERM)
+            told = True
+          if self.left < -_GRACE:
+            process.kill()
+      finally:
+        if process.poll() is None:
+          process.kill()
+    return code
+
+  @property
+  def _over(self) -> bool:
+    return self._stop.requested or self.left <= 0
+
+  def _expected(self, run: Run) -> float:
+    """Seconds that a run will take, by those runs that are done and nearest to it in context; 0 if none is."""
+    found = [record for record in records.load_all(self._out) if record.kind in ("sweep", "grid")]
+    if run.alone or not found:
+      return run.seconds or 0.0
+    apart = [abs(math.log(record.trained_at / run.config.context)) for record in found]
+    near = [record for record, distance in zip(found, apart, strict=True) if distance == min(apart)]
+    seconds = max(_scaled(record, run) for record in near)
+    if run.evaluated:
+      seconds += max(float(record.summary["evaluate_seconds"]) for record in found)
+    return seconds
+
+  def _device(self, run: Run) -> str:
+    found = re.findall(r"^  devices +\d+ (.+?): ", self._log(run).read_text(errors="replace"), re.MULTILINE)
+    return found[-1] if found else "unknown"
+
+  def _workdir(self, run: Run) -> Path:
+    return self._workdirs / run.name
+
+  def _log(self, run: Run) -> Path:
+    return self._workdirs / "logs" / f"{run.name}.txt"
+
+
+def done(out: Path, run: Run) -> Record | None:
+  """What is kept of a run, if it is done; raises a ConfigError if it was another run of that name."""
+  record = records.load(out, run.name)
+  if record is None:
+    return None
+  ours, theirs = to_dict(run.config), record.summary["config"]
+  differing = differences(ours, theirs)
+  if run.seconds is None and ours["steps"] != theirs["steps"]:
+    differing["steps"] = (ours["steps"], theirs["steps"])
+  if differing:
+    told = "; ".join(f"{name} is {there!r} there, {here!r} here" for name, (here, there) in sorted(differing.items()))
+    raise ConfigError(f"--out={out} holds another {run.name}: {told}. Give another --out, or remove its files")
+  return record if record.summary["evaluated"] or not run.evaluated or record.diverged else None
+
+
+def describe(record: Record) -> str:
+  """The outcome in a few words."""
+  took = f"{float(record.summary['train_seconds']) + float(record.summary['evaluate_seconds']):.0f} s"
+  if record.diverged:
+    return f"diverged at step {len(record.steps['step'])}, {took}"
+  heldout = "" if record.heldout_loss is None else f", held-out {record.heldout_loss:.4f}"
+  evaluated = ", evaluated" if record.summary["evaluated"] else ""
+  return f"loss {record.final_loss.mean:.4f}{heldout}, {record.tokens_per_s:,.0f} tokens/s{evaluated}, {took}"
+
+
+def _scaled(record: Record, run: Run) -> float:
+  """Seconds that a run takes by what one like it took: compiling as long, steps in proportion to the tokens.
+
+  A longer context takes longer, by less than in proportion: attention is a part of the step.
+  """
+  stepping = sum(time for time in record.steps["step_s"] if time is not None)
+  config = record.summary["config"]
+  longer = max(1.0, math.sqrt(run.config.context / record.trained_at))
+  share = longer * run.tokens / (int(config["steps"]) * int(config["batch_tokens"]))
+  return float(record.summary["train_seconds"]) + stepping * (share - 1)
