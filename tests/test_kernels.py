@@ -216,7 +216,7 @@ def gradients(case, chunk=None):
 
 @pytest.mark.parametrize("each", [2, 3, 4])
 def test_states_do_not_depend_on_how_coordinates_are_shared_out(monkeypatch, each):
-  monkeypatch.setattr(state_write, "_coordinates", lambda *sizes, in_pairs: each)
+  monkeypatch.setattr(state_write, "_coordinates", lambda *sizes: each)
   random = np.random.default_rng(0)
   x, v = (jnp.asarray(random.normal(size=(1, 2, 64, 128)), jnp.bfloat16) for _ in range(2))
   k, decay = jnp.asarray(random.normal(size=(1, 128, 2, 64)), jnp.bfloat16), jnp.full((1, 1, 2), 0.5)
@@ -229,6 +229,15 @@ def test_states_do_not_depend_on_how_coordinates_are_shared_out(monkeypatch, eac
     added = (np.asarray(a, np.float64) for a in (x[0, :, :, tokens], v[0, :, :, tokens], k[0, tokens]))
     state = 0.5 * state + np.einsum("hat,hvt,thw->avw", *added)
   comparing.assert_close(states.final[0, 0], state, 5e-3, "final")
+
+  # Backwards, with the inner products of what is found between the two chunks.
+  back = state_write.write(
+    x, v, k, decay, None, others=states.found, reverse=True, interpret=plgpu.InterpretGPUParams()
+  )
+  added, found = (np.asarray(a, np.float64)[0, 0] for a in (back.found[:, :, 0], states.found[:, :, 1]))
+  swapped = found.reshape(32, 2, 64, 64)[:, ::-1].reshape(found.shape)
+  expected = np.stack([np.sum(added * other, axis=(1, 2)) for other in (found, swapped)], axis=-1)
+  comparing.assert_close(np.sum(back.inner[0, 0, 0], axis=-1), expected, 5e-3, "inner")
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def _forward(
   if initial is not None:
     initial = Full(initial.S / scale[..., None], initial.Z / scale)
   f = _folded(x, G, settings.chunk)
-  v_x = _time_last((x.v * _rows(f.until_end)).astype(jnp.bfloat16))
+  v_x = _time_last(_discounted(x.v, f.until_end))
   S = state_write.write(f.k_x, v_x, f.k, f.across, None if initial is None else initial.S, interpret=interpret)
   added = gram.gram(f.k_x, f.k, f.until_end, *f.across.shape[1:], interpret=interpret)
   Z, final_Z = _scan(added, f.across, None if initial is None else initial.Z)
@@ -132,7 +132,7 @@ def _backward(
 
   # Of what was read of the state, discounted: of the numerator, and of the normaliser.
   inverse = jnp.where(saved.heard, given.inverse, 0.0) * f.since_start
-  dy = (given.dy * _rows(inverse)).astype(jnp.bfloat16)
+  dy = _discounted(given.dy, inverse)
   dnormaliser = -given.delta * inverse
 
   dS = state_write.write(
@@ -150,7 +150,9 @@ def _backward(
 
   transposed = functools.partial(state_read.read_transposed, interpret=interpret)
   dq = transposed(f.q_x, dy, saved.found, f.q, _pieces(saved.Z), inside.q, w_scale=dnormaliser)
-  dk = transposed(f.k_x, x.v, dS.found, f.k, _pieces(dZ), inside.k, scale=f.until_end * f.k_scale)
+  # With the very values that the states have, or queries' pulls and keys' would not cancel.
+  v = _discounted(x.v, f.until_end)
+  dk = transposed(f.k_x, v, dS.found, f.k, _pieces(dZ), inside.k, w_scale=f.until_end, scale=f.k_scale)
   dv = state_read.read_values(f.k_x, f.k, dS.found, inside.v, scale=f.until_end, interpret=interpret)
 
   assert dS.inner is not None
@@ -238,7 +240,7 @@ class _Ends(NamedTuple):
 
 def _at_ends(
   saved: _Saved,
-  inner: Float[Array, "B H n r 2 dv"],
+  inner: Float[Array, "B H n d 2 dv"],
   dZ: Float[Array, "B H n d d"],
   dfinal: Full | None,
   dinitial: Full,
@@ -247,14 +249,12 @@ def _at_ends(
   one rotated by a quarter turn of each pair of coordinates.
   """
 
-  def between(a: Array, b: Array) -> Float[Array, "B H n r 2"]:
-    even, odd = (tuple(x[:, :, :, n::2] for x in (a, b)) for n in range(2))
-    rest = tuple(range(4, a.ndim))
-    pulled = jnp.sum(even[0] * even[1] + odd[0] * odd[1], axis=rest)
-    turned = jnp.sum(even[0] * odd[1] - odd[0] * even[1], axis=rest)
-    return jnp.stack([pulled, turned], axis=-1)
+  def between(state: Array, dstate: Array) -> Float[Array, "B H n d 2"]:
+    pairs = state.reshape(*state.shape[:3], state.shape[3] // 2, 2, *state.shape[4:])
+    others, rest = jnp.flip(pairs, axis=4).reshape(state.shape), tuple(range(4, state.ndim))
+    return jnp.stack([jnp.sum(dstate * state, axis=rest), jnp.sum(dstate * others, axis=rest)], axis=-1)
 
-  def of_one(state: Full | None, dstate: Full | None) -> Float[Array, "B H 1 r 2"]:
+  def of_one(state: Full | None, dstate: Full | None) -> Float[Array, "B H 1 d 2"]:
     if state is None or dstate is None:
       return jnp.zeros_like(inner[:, :, :1, :, :, 0])
     return between(state.S[:, :, None], dstate.S[:, :, None]) + between(state.Z[:, :, None], dstate.Z[:, :, None])
@@ -262,7 +262,8 @@ def _at_ends(
   found = jnp.sum(inner[:, :, :-1], axis=-1) + between(saved.Z[:, :, 1:], dZ[:, :, :-1])
   first, last = of_one(saved.initial, dinitial), of_one(saved.final, dfinal)
   ends = jnp.moveaxis(jnp.concatenate([first, found, last], axis=2), 1, 2)
-  return _Ends(jnp.sum(ends[..., 0], axis=-1), 4 * jnp.pi * ends[..., 1])
+  even, odd = (ends[..., n::2, 1] for n in range(2))
+  return _Ends(jnp.sum(ends[..., 0], axis=-1), 4 * jnp.pi * (odd - even))
 
 
 def _anchored(
@@ -320,5 +321,5 @@ def _laid_out(x: Float[Array, "..."]) -> Float[Array, "..."]:
   return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-def _rows(x: Float[Array, "B Hq T"]) -> Float[Array, "B T Hq 1"]:
-  return _laid_out(jnp.moveaxis(x, 1, 2))[..., None]
+def _discounted(x: BFloat16[Array, "B T Hq dv"], discount: Float[Array, "B Hq T"]) -> BFloat16[Array, "B T Hq dv"]:
+  return (x * _laid_out(jnp.moveaxis(discount, 1, 2))[..., None]).astype(jnp.bfloat16)

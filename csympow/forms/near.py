@@ -223,7 +223,7 @@ def before_rotation(dtokens: Tokens, rotation: Rotation | None, dtype: DTypeLike
   A conversion to `dtype` follows anyway, and in this way XLA does it here.
   """
   if rotation is not None:  # its sines are computed again: to keep them until now would take memory
-    rotation = rotation._replace(turns=lax.optimization_barrier(-rotation.turns))
+    rotation = rotation._replace(turns=-lax.optimization_barrier(rotation.turns))
   q, k = rotated(*dtokens[:2], rotation)
   q, k = (x.astype(dtype).astype(jnp.float32) for x in (q, k))
   return dtokens._replace(q=q, k=k)

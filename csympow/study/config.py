@@ -45,7 +45,7 @@ class StudyConfig:
   documents: int = 16
   sweep: Cell = (2, 4096)
   sweep_share: float = 0.5
-  rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+  rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
   offsets: tuple[float, ...] = (0.0, 6.906768)
   clock: tuple[str, ...] = ("large_65536",)
   clock_variants: tuple[str, ...] = ("conformal", "softmax")

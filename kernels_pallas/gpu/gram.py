@@ -2,7 +2,8 @@
 
     Z_c = sum_j (weight_j k_j) k_j^T          j: the tokens of chunk c
 
-A block of the grid owns one chunk of one head.
+A block of the grid owns one chunk of one head. Weighted vectors are two bfloat16s each: the normaliser can be the small
+rest of large terms.
 
     warpgroup 0   multiplies
     warpgroup 1   loads
@@ -31,7 +32,7 @@ def gram(
   *,
   interpret: Any = None,
 ) -> Float[Array, "B H n d d"]:
-  """Products of bfloat16s, added in float32; x is k, time last. Several heads may share a sum."""
+  """Added in float32; x is k, time last. Several heads may share a sum."""
   batch, time, all_heads, head_dim = k.shape
   group, blocks = all_heads // heads, time // count // ROWS
   visits = group * blocks
@@ -49,13 +50,16 @@ def gram(
           plgpu.barrier_wait(filled.at[slot])
           rows = plgpu.load(x_smem.at[slot], layout=WGMMA, optimized=False)
           along = plgpu.load(weight_smem.at[slot], layout=WGMMA.reduce(0), optimized=False)
-          left = (rows.astype(jnp.float32) * across(along, rows.shape)).astype(rows.dtype)
-          if staging:  # the interpreter's wgmma takes no operand from registers
-            staging[0][...] = left
-            plgpu.commit_smem()
-            plgpu.wgmma(sums, staging[0], k_smem.at[slot])
-          else:
-            plgpu.wgmma(sums, left, k_smem.at[slot])
+          exact = rows.astype(jnp.float32) * across(along, rows.shape)
+          high = exact.astype(rows.dtype)
+          for left in (high, (exact - high.astype(jnp.float32)).astype(rows.dtype)):
+            if staging:  # the interpreter's wgmma takes no operand from registers
+              staging[0][...] = left
+              plgpu.commit_smem()
+              plgpu.wgmma(sums, staging[0], k_smem.at[slot])
+              plgpu.wgmma_wait(0)
+            else:
+              plgpu.wgmma(sums, left, k_smem.at[slot])
           plgpu.wgmma_wait(0)
           plgpu.barrier_arrive(freed.at[slot])
           return none

@@ -25,13 +25,13 @@ from kernels_pallas.gpu.tiles import MULTIPROCESSORS, ROWS, WGMMA, accumulate, a
 class States(NamedTuple):
   """The state that each chunk finds, the last one, and inner products.
 
-  With the states T that another scan found, of the chunk after c in time: the sum over pairs of coordinates a, b of
-  S[a] T[a] + S[b] T[b], and of S[b] T[a] - S[a] T[b]; both still to be summed over the last axis.
+  With the states T that another scan found, of the chunk after c in time: S[a] T[a], and S[a] T[b], b being the other
+  one of a's pair of coordinates; both still to be summed over the last axis.
   """
 
   found: BFloat16[Array, "B H n d dv d"]
   final: Float[Array, "B H d dv d"]
-  inner: Float[Array, "B H n r 2 dv"] | None
+  inner: Float[Array, "B H n d 2 dv"] | None
 
 
 def write(
@@ -54,7 +54,7 @@ def write(
   batch, all_heads, head_dim, time = x.shape
   heads, count = decay.shape[1:]
   value_dim, group, blocks = v.shape[2], all_heads // heads, time // count // ROWS  # blocks of tokens in a chunk
-  each = _coordinates(batch * heads, head_dim, in_pairs=others is not None)
+  each = _coordinates(batch * heads, head_dim)
   visits, slices = group * blocks, -(-head_dim // (2 * each))
   slots = 6 if others is None else 4
 
@@ -64,7 +64,7 @@ def write(
     initial_ref, others_ref = (None if array is None else refs.pop(0) for array in (initial, others))
     found_ref, final_ref = refs.pop(0), refs.pop(0)
     inner_ref: Any = None if others is None else refs.pop(0)
-    x_smem, v_smem, k_smem, s_smem, others_smem, filled, freed, others_filled, *staging = refs
+    x_smem, v_smem, k_smem, s_smem, others_smem, filled, freed, others_filled, others_freed, *staging = refs
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, part = (f(item, jnp.int32(slices)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
@@ -88,21 +88,22 @@ def write(
           plgpu.copy_smem_to_gmem(s_smem.at[thread, n], target(mine + n))
 
       def fetch_others(c):
-        for n in range(each):
-          source = others_ref.at[b, head, c, mine + n]
-          plgpu.copy_gmem_to_smem(source, others_smem.at[thread, n], others_filled.at[thread])
+        """Both warpgroups' by the first, for a pair of coordinates can be shared between the two."""
+
+        @pl.when(thread == 0)
+        def _():
+          for n in range(2 * each):
+            plgpu.copy_gmem_to_smem(others_ref.at[b, head, c, first + n], others_smem.at[n], others_filled)
 
       def multiply_with_others(states, c):
-        plgpu.barrier_wait(others_filled.at[thread])
-        for n in range(0, each, 2):
-          even, odd = (
-            plgpu.load(others_smem.at[thread, n + m], layout=WGMMA, optimized=False).astype(jnp.float32)
-            for m in range(2)
-          )
-          pair = lax.div(mine, jnp.int32(2)) + n // 2
-          inner_ref[b, head, c, pair, 0] = (states[n] * even + states[n + 1] * odd).sum(axis=1)
-          inner_ref[b, head, c, pair, 1] = (states[n + 1] * even - states[n] * odd).sum(axis=1)
+        plgpu.barrier_wait(others_filled)
+        for n in range(each):
+          a = thread * each + n
+          for m, other in enumerate((a, a ^ 1)):
+            found = plgpu.load(others_smem.at[other], layout=WGMMA, optimized=False).astype(jnp.float32)
+            inner_ref[b, head, c, first + a, m] = (states[n] * found).sum(axis=1)
         plgpu.commit_smem()
+        plgpu.barrier_arrive(others_freed)
 
       def advance(i, states):
         c = chunk_of(i)
@@ -115,6 +116,7 @@ def write(
 
           @pl.when(i < count - 1)
           def _():
+            wait_if((thread == 0) & (i > 0), others_freed)
             fetch_others(c)
 
         decayed = tuple(state * decay_ref[b, head, c] for state in states)
@@ -152,6 +154,8 @@ def write(
           1 * plgpu.load(initial_ref.at[b, head, mine + n], layout=WGMMA, optimized=False) for n in range(each)
         )
       states = lax.fori_loop(0, jnp.int32(count), advance, states)
+      if others is not None and count > 1:
+        wait_if(thread == 0, others_freed)  # leave no arrival unseen
       for n in range(each):
         final_ref[b, head, mine + n] = states[n]
       plgpu.wait_smem_to_gmem(0)
@@ -186,10 +190,11 @@ def write(
     shared((slots, value_dim, ROWS), v.dtype),
     shared((slots, ROWS, head_dim), k.dtype),
     shared((2, each, value_dim, head_dim), k.dtype),
-    plgpu.SMEM((1,), jnp.float32) if others is None else shared((2, each, value_dim, head_dim), others.dtype),
+    plgpu.SMEM((1,), jnp.float32) if others is None else shared((2 * each, value_dim, head_dim), others.dtype),
     plgpu.Barrier(num_arrivals=3, num_barriers=slots),
     plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-    plgpu.Barrier(num_arrivals=each, num_barriers=2),
+    plgpu.Barrier(num_arrivals=2 * each),
+    plgpu.Barrier(num_arrivals=2),
     *((shared((2, value_dim, ROWS), v.dtype),) if interpret is not None else ()),
   ]
   shape = (head_dim, value_dim, head_dim)
@@ -198,7 +203,7 @@ def write(
     jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32),
   ]
   if others is not None:
-    outputs.append(jax.ShapeDtypeStruct((batch, heads, count, head_dim // 2, 2, value_dim), jnp.float32))
+    outputs.append(jax.ShapeDtypeStruct((batch, heads, count, head_dim, 2, value_dim), jnp.float32))
   results = plgpu.kernel(
     kernel,
     out_type=outputs,
@@ -215,10 +220,10 @@ def write(
   return States(found, final, inner[0] if inner else None)
 
 
-def _coordinates(rows: int, head_dim: int, in_pairs: bool) -> int:
+def _coordinates(rows: int, head_dim: int) -> int:
   """How many coordinates a warpgroup owns: those with which the chip is done first."""
 
   def rounds(each: int) -> int:
     return -(-rows * -(-head_dim // (2 * each)) // MULTIPROCESSORS) * each
 
-  return min((4, 2) if in_pairs else (4, 3, 2), key=rounds)
+  return min((4, 3, 2), key=rounds)
