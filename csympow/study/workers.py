@@ -158,15 +158,19 @@ class Workers:
     return self._stop.requested or self.left <= 0
 
   def _expected(self, run: Run) -> float:
-    """Seconds that a run will take, by those runs that are done and nearest to it in context; 0 if none is."""
+    """Seconds that a run can take, by the fastest of the runs that are done and nearest to it in context; 0 if none is.
+
+    The slower ones had to share the device with more others than a run that begins late.
+    """
     found = [record for record in records.load_all(self._out) if record.kind in ("sweep", "grid")]
     if run.alone or not found:
       return run.seconds or 0.0
     apart = [abs(math.log(record.trained_at / run.config.context)) for record in found]
     near = [record for record, distance in zip(found, apart, strict=True) if distance == min(apart)]
-    seconds = max(_scaled(record, run) for record in near)
+    seconds = min(_scaled(record, run) for record in near)
     if run.evaluated:
-      seconds += max(float(record.summary["evaluate_seconds"]) for record in found)
+      done = [float(record.summary["evaluate_seconds"]) for record in found if record.summary["evaluated"]]
+      seconds += min(done, default=0.0)
     return seconds
 
   def _device(self, run: Run) -> str:
