@@ -34,15 +34,15 @@ class Full(NamedTuple):
 
 
 class _Folded(NamedTuple):
-  """What enters states and reads them, in the kernels' scale, and its discounts. `x` are the same, time last."""
+  """What enters states and reads them, in the kernels' scale. `x` stand time last, and the keys' discounted."""
 
   q: BFloat16[Array, "B T Hq d"]
   q_x: BFloat16[Array, "B Hq d T"]
   k: BFloat16[Array, "B T H d"]
+  k_discounted: BFloat16[Array, "B T H d"]  # until the chunk ends
   k_x: BFloat16[Array, "B H d T"]
   k_scale: Float[Array, "B H T"]  # what keys of attention inside chunks were multiplied by
   since_start: Float[Array, "B Hq T"]
-  until_end: Float[Array, "B H T"]
   across: Float[Array, "B H n"]
 
 
@@ -100,9 +100,9 @@ def _forward(
   if initial is not None:
     initial = Full(initial.S / scale[..., None], initial.Z / scale)
   f = _folded(x, G, settings.chunk)
-  v_x = _time_last(_discounted(x.v, f.until_end))
+  v_x = _time_last(x.v)
   S = state_write.write(f.k_x, v_x, f.k, f.across, None if initial is None else initial.S, interpret=interpret)
-  added = gram.gram(f.k_x, f.k, f.until_end, *f.across.shape[1:], interpret=interpret)
+  added = gram.gram(f.k_x, f.k, None, *f.across.shape[1:], interpret=interpret)
   Z, final_Z = _scan(added, f.across, None if initial is None else initial.Z)
 
   far = state_read.read(f.q_x, f.q, S.found, _pieces(Z), f.since_start, interpret=interpret)
@@ -132,7 +132,7 @@ def _backward(
 
   # Of what was read of the state, discounted: of the numerator, and of the normaliser.
   inverse = jnp.where(saved.heard, given.inverse, 0.0) * f.since_start
-  dy = _discounted(given.dy, inverse)
+  dy = (given.dy * _laid_out(jnp.moveaxis(inverse, 1, 2))[..., None]).astype(jnp.bfloat16)
   dnormaliser = -given.delta * inverse
 
   dS = state_write.write(
@@ -150,10 +150,9 @@ def _backward(
 
   transposed = functools.partial(state_read.read_transposed, interpret=interpret)
   dq = transposed(f.q_x, dy, saved.found, f.q, _pieces(saved.Z), inside.q, w_scale=dnormaliser)
-  # With the very values that the states have, or queries' pulls and keys' would not cancel.
-  v = _discounted(x.v, f.until_end)
-  dk = transposed(f.k_x, v, dS.found, f.k, _pieces(dZ), inside.k, w_scale=f.until_end, scale=f.k_scale)
-  dv = state_read.read_values(f.k_x, f.k, dS.found, inside.v, scale=f.until_end, interpret=interpret)
+  # With the very keys, discounted, that the states have, or queries' pulls and keys' would not cancel.
+  dk = transposed(f.k_x, x.v, dS.found, f.k_discounted, _pieces(dZ), inside.k, scale=f.k_scale)
+  dv = state_read.read_values(f.k_x, f.k, dS.found, inside.v, interpret=interpret)
 
   assert dS.inner is not None
   ends = _at_ends(saved, dS.inner, dZ, dfinal, Full(dS.final, dinitial_Z))
@@ -183,15 +182,17 @@ def _folded(x: near.Operands, G: Total, chunk: int) -> _Folded:
     return jnp.moveaxis(x.reshape(x.shape[0], -1, x.shape[-1]), 1, 2)
 
   k_scale = near.power_of_two(x.exponent - x.top[:, None])
-  q, k = x.q.astype(jnp.bfloat16), (x.keys.plain * k_scale).astype(jnp.bfloat16)
+  until_end = jnp.exp(end - G).reshape(*k_scale.shape)
+  q, k = x.q.astype(jnp.bfloat16), x.keys.plain * k_scale
+  k_discounted = (k * until_end).astype(jnp.bfloat16)
   return _Folded(
     q=q,
     q_x=_time_last(q),
-    k=k,
-    k_x=_time_last(k),
+    k=k.astype(jnp.bfloat16),
+    k_discounted=k_discounted,
+    k_x=_time_last(k_discounted),
     k_scale=by_head(k_scale[..., 0]),
     since_start=jnp.repeat(by_head(jnp.exp(G - before)), group, axis=1),
-    until_end=by_head(jnp.exp(end - G)),
     across=jnp.moveaxis(jnp.exp(end - before)[:, :, 0], 1, 2),
   )
 
@@ -319,7 +320,3 @@ def _time_last(x: Float[Array, "B T H d"]) -> Float[Array, "B H d T"]:
 def _laid_out(x: Float[Array, "..."]) -> Float[Array, "..."]:
   """X in its natural layout: XLA would rather hold all that leads to a transposed array transposed, in float32."""
   return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-
-def _discounted(x: BFloat16[Array, "B T Hq dv"], discount: Float[Array, "B Hq T"]) -> BFloat16[Array, "B T Hq dv"]:
-  return (x * _laid_out(jnp.moveaxis(discount, 1, 2))[..., None]).astype(jnp.bfloat16)

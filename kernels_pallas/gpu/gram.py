@@ -1,9 +1,9 @@
 """Sums over chunks of outer products on Hopper: the state of the normaliser, p = 2.
 
-    Z_c = sum_j (weight_j k_j) k_j^T          j: the tokens of chunk c
+    Z_c = sum_j (weight_j x_j) k_j^T          j: the tokens of chunk c
 
-A block of the grid owns one chunk of one head. Weighted vectors are two bfloat16s each: the normaliser can be the small
-rest of large terms.
+A block of the grid owns one chunk of one head. A weighted vector is two bfloat16s, or it would not be the same that a
+gradient is made of.
 
     warpgroup 0   multiplies
     warpgroup 1   loads
@@ -26,33 +26,41 @@ _SLOTS = 4
 def gram(
   x: BFloat16[Array, "B Hq d T"],
   k: BFloat16[Array, "B T Hq d"],
-  weight: Float[Array, "B Hq T"],
+  weight: Float[Array, "B Hq T"] | None,
   heads: int,
   count: int,
   *,
   interpret: Any = None,
 ) -> Float[Array, "B H n d d"]:
-  """Added in float32; x is k, time last. Several heads may share a sum."""
+  """Added in float32; x stands time last. Several heads may share a sum."""
   batch, time, all_heads, head_dim = k.shape
   group, blocks = all_heads // heads, time // count // ROWS
   visits = group * blocks
+  extra = 1 if interpret is not None and weight is not None else 0  # scratch of the interpreter's
 
-  def kernel(x_ref, k_ref, weight_ref, z_ref, x_smem, k_smem, weight_smem, z_smem, filled, freed, *staging):
+  def kernel(x_ref, k_ref, *more):
+    weight_ref: Any = None if weight is None else more[0]
+    z_ref, x_smem, k_smem, weight_smem, z_smem, filled, freed, *staging = more[-7 - extra :]
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, c = (f(item, jnp.int32(count)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
 
     @pl.when(thread == 0)
     def compute():
+      def lefts(slot):
+        if weight is None:
+          return [x_smem.at[slot]]
+        rows = plgpu.load(x_smem.at[slot], layout=WGMMA, optimized=False)
+        along = plgpu.load(weight_smem.at[slot], layout=WGMMA.reduce(0), optimized=False)
+        exact = rows.astype(jnp.float32) * across(along, rows.shape)
+        high = exact.astype(rows.dtype)
+        return [high, (exact - high.astype(jnp.float32)).astype(rows.dtype)]
+
       def add(sums):
         def visit(n, none):
           slot = lax.rem(n, jnp.int32(_SLOTS))
           plgpu.barrier_wait(filled.at[slot])
-          rows = plgpu.load(x_smem.at[slot], layout=WGMMA, optimized=False)
-          along = plgpu.load(weight_smem.at[slot], layout=WGMMA.reduce(0), optimized=False)
-          exact = rows.astype(jnp.float32) * across(along, rows.shape)
-          high = exact.astype(rows.dtype)
-          for left in (high, (exact - high.astype(jnp.float32)).astype(rows.dtype)):
+          for left in lefts(slot):
             if staging:  # the interpreter's wgmma takes no operand from registers
               staging[0][...] = left
               plgpu.commit_smem()
@@ -81,7 +89,8 @@ def gram(
         wait_if(n >= _SLOTS, freed.at[slot])
         plgpu.copy_gmem_to_smem(x_ref.at[b, source, :, at], x_smem.at[slot], filled.at[slot])
         plgpu.copy_gmem_to_smem(k_ref.at[b, at, source], k_smem.at[slot], filled.at[slot])
-        plgpu.copy_gmem_to_smem(weight_ref.at[b, source, at], weight_smem.at[slot], filled.at[slot])
+        if weight is not None:
+          plgpu.copy_gmem_to_smem(weight_ref.at[b, source, at], weight_smem.at[slot], filled.at[slot])
         return none
 
       lax.fori_loop(0, jnp.int32(visits), copy, None)
@@ -94,11 +103,11 @@ def gram(
     scratch_types=[
       shared((_SLOTS, head_dim, ROWS), x.dtype),
       shared((_SLOTS, ROWS, head_dim), k.dtype),
-      plgpu.SMEM((_SLOTS, ROWS), weight.dtype),
+      plgpu.SMEM((_SLOTS, ROWS), jnp.float32),
       shared((head_dim, head_dim), jnp.float32),
-      plgpu.Barrier(num_arrivals=3, num_barriers=_SLOTS),
+      plgpu.Barrier(num_arrivals=2 if weight is None else 3, num_barriers=_SLOTS),
       plgpu.Barrier(num_arrivals=1, num_barriers=_SLOTS),
-      *((shared((head_dim, ROWS), x.dtype),) if interpret is not None else ()),
+      *((shared((head_dim, ROWS), x.dtype),) * extra),
     ],
     grid=(batch * heads * count,),
     grid_names=("block",),
@@ -107,6 +116,6 @@ def gram(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="gram",
-  )(x, k, weight)
+  )(x, k, *(() if weight is None else (weight,)))
   result: Array = varying_as(x, sums)
   return result

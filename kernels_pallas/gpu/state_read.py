@@ -85,11 +85,10 @@ def read_values(
   S: BFloat16[Array, "B H n d dv d"],
   rows: Float[Array, "B T Hq dv"],
   *,
-  scale: Float[Array, "B Hq T"],
   interpret: Any = None,
 ) -> Float[Array, "B T Hq dv"]:
-  """rows_i + scale_i sum_a (x_ia y_i) S[a]; x is y, time last."""
-  result: Array = _read(x, y, S, _Options(rows=rows, scale=scale), interpret)[0]
+  """rows_i + sum_a (x_ia y_i) S[a]; x is y, time last, and discounted."""
+  result: Array = _read(x, y, S, _Options(rows=rows), interpret)[0]
   return result
 
 
