@@ -1,81 +1,77 @@
-"""The study's tables, in Markdown, each from the runs that are done; what is not done is a dash."""
+"""The study's tables, in Markdown, each from the runs that are done.
+
+A power or context of which no run is done has no column: one line says so. A single run that is not done is a dash.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from csympow.config import ConfigError
 from csympow.study import paper, records
-from csympow.study.config import StudyConfig
+from csympow.study.config import Cell, StudyConfig
 from csympow.study.records import Mean, Record
 from csympow.train.metrics import size
 
 
 def training(study: StudyConfig, kept: Sequence[Record]) -> str:
   """The final training loss by context and variant, the paper's in brackets."""
-  parts = []
-  for power in study.powers:
-    rows = []
-    for variant in study.variants:
-      cells = []
-      for context in study.contexts(power):
-        record = of_grid(kept, power, context, variant)
-        told = "-" if record is None else _mean(record.final_loss)
-        theirs = paper.training_loss(power, variant, context)
-        cells.append(told if theirs is None else f"{told} ({theirs:.3f})")
-      rows.append([variant, *cells])
-    parts.append(_markdown([f"p={power}", *(f"{context:,}" for context in study.contexts(power))], rows))
-  return "\n\n".join(parts)
+
+  def cell(power: int, context: int, variant: str) -> str:
+    record = of_grid(kept, power, context, variant)
+    told = "-" if record is None else _mean(record.final_loss)
+    theirs = paper.training_loss(power, variant, context)
+    return told if theirs is None else f"{told} ({theirs:.3f})"
+
+  return _by_context(study, kept, study.variants, cell)
 
 
 def over_softmax(study: StudyConfig, kept: Sequence[Record]) -> str:
   """How far each variant's loss lies above softmax's: paired by step, since all variants read the same batches."""
-  parts = []
-  for power in study.powers:
-    rows = []
-    for variant in [name for name in study.variants if name != "softmax"]:
-      cells = []
-      for context in study.contexts(power):
-        ours, baseline = (of_grid(kept, power, context, name) for name in (variant, "softmax"))
-        told = "-" if ours is None or baseline is None else _mean(difference(ours, baseline), sign=True)
-        theirs = [paper.training_loss(power, name, context) for name in (variant, "softmax")]
-        cells.append(told if None in theirs else f"{told} ({_signed(_number(theirs[0]) - _number(theirs[1]))})")
-      rows.append([variant, *cells])
-    parts.append(_markdown([f"p={power}", *(f"{context:,}" for context in study.contexts(power))], rows))
-  return "\n\n".join(parts)
+
+  def cell(power: int, context: int, variant: str) -> str:
+    ours, baseline = (of_grid(kept, power, context, name) for name in (variant, "softmax"))
+    told = "-" if ours is None or baseline is None else _mean(difference(ours, baseline), sign=True)
+    theirs = [paper.training_loss(power, name, context) for name in (variant, "softmax")]
+    return told if None in theirs else f"{told} ({_signed(_number(theirs[0]) - _number(theirs[1]))})"
+
+  return _by_context(study, kept, [name for name in study.variants if name != "softmax"], cell)
 
 
 def heldout(study: StudyConfig, kept: Sequence[Record]) -> str:
   """The held-out loss at the training context, over all held-out rows."""
-  parts = []
-  for power in study.powers:
-    rows = []
-    for variant in study.variants:
-      found = [of_grid(kept, power, context, variant) for context in study.contexts(power)]
-      losses = [None if record is None or record.diverged else record.heldout_loss for record in found]
-      rows.append([variant, *("-" if loss is None else f"{loss:.3f}" for loss in losses)])
-    parts.append(_markdown([f"p={power}", *(f"{context:,}" for context in study.contexts(power))], rows))
-  return "\n\n".join(parts)
+
+  def cell(power: int, context: int, variant: str) -> str:
+    record = of_grid(kept, power, context, variant)
+    loss = None if record is None or record.diverged else record.heldout_loss
+    return "-" if loss is None else f"{loss:.3f}"
+
+  return _by_context(study, kept, study.variants, cell)
 
 
 def past_context(study: StudyConfig, kept: Sequence[Record]) -> str:
   """Loss at the training context and at the longest one, by position and for the same last tokens."""
+  shown = evaluated_cells(study, kept)
   parts = []
-  for power, trained in study.evaluated:
-    rows, longest = [], 0
-    for variant in study.variants:
-      record = of_grid(kept, power, trained, variant)
-      position, window = (measured(record, name) for name in ("position", "window"))
-      longest = max([longest, *position])
-      ends = [position.get(trained), position.get(longest), window.get(trained), window.get(longest)]
-      theirs = paper.LOSS_PAST_CONTEXT.get((power, trained), {}).get(variant)
-      memory = _state(record, longest)
-      rows.append([variant, *(_mean(end) for end in ends), memory, "-" if theirs is None else f"{theirs:.2f}"])
+  for power, trained in shown:
+    found = {variant: of_grid(kept, power, trained, variant) for variant in study.variants}
+    longest = max(max(measured(record, "position"), default=0) for record in found.values())
+    theirs = paper.LOSS_PAST_CONTEXT.get((power, trained), {})
     head = [
       *(f"p={power}, trained at {trained:,}", f"at position {trained:,}", f"at position {longest:,}"),
-      *(f"last tokens given {trained:,}", f"last tokens given {longest:,}", "state", "the paper's, at 65,520"),
+      *(f"last tokens given {trained:,}", f"last tokens given {longest:,}", "state"),
+      *(["the paper's, at 65,520"] if theirs else []),
     ]
+    rows = []
+    for variant, record in found.items():
+      position, window = (measured(record, name) for name in ("position", "window"))
+      ends = [position.get(trained), position.get(longest), window.get(trained), window.get(longest)]
+      paper_cell = [f"{theirs[variant]:.2f}" if variant in theirs else "-"] if theirs else []
+      rows.append([variant, *(_mean(end) for end in ends), _state(record, longest), *paper_cell])
     parts.append(_markdown(head, rows))
+  parts += [
+    f"p={p}, trained at {context:,}: not run yet." for p, context in study.evaluated if (p, context) not in shown
+  ]
   return "\n\n".join(parts)
 
 
@@ -126,6 +122,18 @@ def speed(study: StudyConfig, kept: Sequence[Record]) -> str:
   return _markdown(["tokens a step", "steps", "seconds a step", "tokens/s", "memory", "training loss"], rows)
 
 
+def contexts_run(study: StudyConfig, kept: Sequence[Record], power: int) -> list[int]:
+  """The contexts of a power, ascending, with a run of its own: softmax, which has no power, is none unless alone."""
+  own = [variant for variant in study.variants if variant != "softmax"] or study.variants
+  return [c for c in study.contexts(power) if any(of_grid(kept, power, c, variant) for variant in own)]
+
+
+def evaluated_cells(study: StudyConfig, kept: Sequence[Record]) -> list[Cell]:
+  """The evaluated cells with an evaluation of their own."""
+  known = [record for record in kept if record.context]
+  return [(power, context) for power, context in study.evaluated if context in contexts_run(study, known, power)]
+
+
 def of_grid(kept: Sequence[Record], power: int, context: int, variant: str) -> Record | None:
   """The run of the grid at a cell."""
   for record in kept:
@@ -148,6 +156,26 @@ def measured(record: Record | None, measure: str) -> dict[int, Mean]:
   """A curve of the evaluation past the training context, by the last position or the context."""
   rows = [] if record is None else [row for row in record.context if row["measure"] == measure]
   return {int(row["context"]): Mean(float(row["loss"]), float(row["standard_error"] or math.nan)) for row in rows}
+
+
+def _by_context(
+  study: StudyConfig, kept: Sequence[Record], variants: Sequence[str], cell: Callable[[int, int, str], str]
+) -> str:
+  """For each power a table of variants by context."""
+  parts = []
+  for power in study.powers:
+    shown = contexts_run(study, kept, power)
+    missing = [f"{context:,}" for context in study.contexts(power) if context not in shown]
+    if shown:
+      rows = [[variant, *(cell(power, context, variant) for context in shown)] for variant in variants]
+      parts.append(_markdown([f"p={power}", *(f"{context:,}" for context in shown)], rows))
+    if missing:
+      parts.append(f"p={power}{' at ' + _listed(missing) if shown else ''}: not run yet.")
+  return "\n\n".join(parts)
+
+
+def _listed(names: Sequence[str]) -> str:
+  return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _state(record: Record | None, context: int) -> str:
