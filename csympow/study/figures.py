@@ -97,7 +97,7 @@ def clock(study: StudyConfig, kept: Sequence[Record]) -> "Figure | None":
   figure, (axes,) = _panels(1)
   for record in timed:
     seconds = np.cumsum([time or 0.0 for time in record.steps["step_s"]])
-    losses = np.asarray([math.nan if loss is None else loss for loss in record.steps["loss"]])
+    losses = np.asarray(record.losses)
     window = max(1, round(_SMOOTHED * len(losses)))
     smooth = np.convolve(losses, np.full(window, 1 / window), mode="valid")
     style = _unmarked(record.variant)

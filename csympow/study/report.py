@@ -28,7 +28,10 @@ _PARTS: dict[str, tuple[str, Callable[[StudyConfig, Sequence[Record]], str]]] = 
   "over_softmax": ("The same, less softmax's", tables.over_softmax),
   "heldout": ("Held-out loss at the training context", tables.heldout),
   "past_context": ("Past the training context", tables.past_context),
+  "window": ("The same last 256 tokens, given more and more of what came before", tables.window),
   "sweep": ("How learning rate and offset were chosen", tables.sweep),
+  "twice": ("The same run twice", tables.twice),
+  "memory": ("Tokens that heads remember: the median head, and the one that remembers longest", tables.memory),
   "clock": ("Loss against time at 65,536 tokens", tables.clock),
   "speed": ("A million tokens of context", tables.speed),
 }

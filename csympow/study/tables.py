@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from csympow.config import ConfigError
+from csympow.config import ConfigError, differences
 from csympow.study import paper, records
-from csympow.study.config import Cell, StudyConfig
+from csympow.study.config import GATED, Cell, StudyConfig
 from csympow.study.records import Mean, Record
 from csympow.train.metrics import size
+
+_OCTAVES_SHOWN = 9  # of contexts that the same last tokens are given
 
 
 def training(study: StudyConfig, kept: Sequence[Record]) -> str:
@@ -75,24 +77,61 @@ def past_context(study: StudyConfig, kept: Sequence[Record]) -> str:
   return "\n\n".join(parts)
 
 
+def window(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """The loss of the same last tokens given more and more context: whether a model uses it, whatever stands where."""
+  parts = []
+  for power, trained in evaluated_cells(study, kept):
+    found = {variant: measured(of_grid(kept, power, trained, variant), "window") for variant in study.variants}
+    longest = max(max(curve, default=0) for curve in found.values())
+    shown = sorted(context for n in range(_OCTAVES_SHOWN) if (context := longest >> n))
+    rows = [[variant, *(_mean(curve.get(context)) for context in shown)] for variant, curve in found.items()]
+    parts.append(_markdown([f"p={power}, trained at {trained:,}", *(f"{context:,}" for context in shown)], rows))
+  return "\n\n".join(parts) or "Not run yet."
+
+
 def sweep(study: StudyConfig, kept: Sequence[Record]) -> str:
   """The final training losses of the sweep; the lowest of a variant is chosen."""
-  tried = [record for record in kept if record.kind == "sweep"]
-  lines = {(variant, offset): "" for variant in study.variants for offset in study.offsets}
+  best = {
+    variant: min((record.final_loss.mean for record in kept if _tried(record, variant)), default=math.inf)
+    for variant in study.variants
+  }
+
+  def cell(record: Record) -> str:
+    loss = record.final_loss
+    return f"**{_mean(loss)}**" if loss.mean == best[record.variant] < math.inf else _mean(loss)
+
+  return _by_rate(study, kept, study.variants, cell)
+
+
+def twice(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """How far two runs of the same lie apart, which differ in rounding alone.
+
+  Where the learning rate is constant, the sweep's run with the settings that were chosen is the grid's, cut short.
+  """
+  whole = {variant: of_grid(kept, *study.sweep, variant) for variant in study.variants}
   rows = []
-  for variant, offset in lines:
-    of_line = [record for record in tried if record.variant == variant]
-    gated = len({record.offset for record in of_line}) > 1
-    if not gated and offset != study.offsets[0]:
+  for record in kept:
+    longer = whole.get(record.variant) if record.kind == "sweep" else None
+    if longer is None or longer.diverged or record.diverged:
       continue
-    best = min((record.final_loss.mean for record in of_line), default=math.inf)
-    cells = []
-    for rate in study.rates:
-      found = [record for record in of_line if record.rate == rate and (not gated or record.offset == offset)]
-      told = _mean(found[0].final_loss) if found else "-"
-      cells.append(f"**{told}**" if found and found[0].final_loss.mean == best < math.inf else told)
-    rows.append([variant + (f", offset {offset:.1f}" if gated else ""), *cells])
-  return _markdown(["learning rate", *(f"{rate:g}" for rate in study.rates)], rows)
+    if not differences(longer.summary["config"], record.summary["config"]):
+      again = longer.losses[: len(record.losses)][-len(record.tail) :]
+      apart = records.mean([a - b for a, b in zip(again, record.tail, strict=True)])
+      rows.append([record.variant, _mean(record.final_loss), _mean(records.mean(again)), _mean(apart, sign=True)])
+  rows.sort(key=lambda row: study.variants.index(row[0]))
+  return _markdown(["", "the sweep's run", "the grid's, at the same steps", "difference"], rows)
+
+
+def memory(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """Tokens after which a head's state has faded to 1/e at its mean gate: the median head's, and the longest."""
+  gated = [variant for variant in study.variants if variant in GATED]
+
+  def cell(record: Record | None) -> str:
+    gates = record and record.summary["gates"]
+    return f"{gates['memory_median']:,.1f}; {gates['memory_max']:,.0f}" if gates else "-"
+
+  grid = _by_context(study, kept, gated, lambda *which: cell(of_grid(kept, *which)))
+  return f"{grid}\n\n{_by_rate(study, kept, gated, cell)}"
 
 
 def clock(study: StudyConfig, kept: Sequence[Record]) -> str:
@@ -172,6 +211,23 @@ def _by_context(
     if missing:
       parts.append(f"p={power}{' at ' + _listed(missing) if shown else ''}: not run yet.")
   return "\n\n".join(parts)
+
+
+def _by_rate(study: StudyConfig, kept: Sequence[Record], variants: Sequence[str], cell: Callable[[Record], str]) -> str:
+  """A table of the sweep: variants and offsets by learning rate."""
+  rows = []
+  for variant in variants:
+    of_variant = [record for record in kept if _tried(record, variant)]
+    for offset in study.offsets if variant in GATED else study.offsets[:1]:
+      found = {record.rate: record for record in of_variant if variant not in GATED or record.offset == offset}
+      told = [cell(found[rate]) if rate in found else "-" for rate in study.rates]
+      if of_variant:
+        rows.append([variant + (f", offset {offset:.1f}" if variant in GATED else ""), *told])
+  return _markdown(["learning rate", *(f"{rate:g}" for rate in study.rates)], rows)
+
+
+def _tried(record: Record, variant: str) -> bool:
+  return record.kind == "sweep" and record.variant == variant
 
 
 def _listed(names: Sequence[str]) -> str:
