@@ -12,8 +12,8 @@ from csympow import overrides
 from csympow.config import ConfigError, to_dict
 from csympow.data.tokenizer import find_tokenizer
 from csympow.evaluate import results
-from csympow.study import paper, plan, program, records, report, tables
-from csympow.study.config import StudyConfig
+from csympow.study import figures, paper, plan, program, records, report, tables
+from csympow.study.config import GATED, StudyConfig
 from csympow.study.prepare import ROW_LENGTH, choose
 from csympow.study.workers import Workers, done
 from csympow.train.stop import Stop
@@ -71,7 +71,9 @@ def keep(out, run, losses, *, outcome="done", heldout=2.0, evaluated=None, secon
   workdir.mkdir(parents=True)
   (workdir / "config.json").write_text(json.dumps({"config": to_dict(run.config), "data": "x"}))
   lines = [{"step": n, "loss": loss, "grad_norm": 1.0, "step_s": step_s} for n, loss in enumerate(losses, 1)]
-  lines[-1] |= {"heldout_loss": heldout, "memory_bytes": 2**30, "gates": {"memory_min": 1.0, "memory_by_head": [[1.0]]}}
+  lines[-1] |= {"heldout_loss": heldout, "memory_bytes": 2**30}
+  if run.config.model.variant in GATED:
+    lines[-1]["gates"] = {"memory_median": 2.0, "memory_max": 3000.0, "memory_by_head": [[2.0]]}
   (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
   if evaluated is not None:
     with (workdir / "context.csv").open("w", newline="") as file:
@@ -138,7 +140,16 @@ def test_the_final_loss_is_of_the_last_steps_and_differences_are_paired(tmp_path
     tables.difference(ours, keep(tmp_path, plan.grid(tiny, CHOICE)[0], [3.0] * 20))
   assert ours.heldout_loss == 2.0
   assert ours.summary["memory_bytes"] == 2**30
-  assert ours.summary["gates"] == {"memory_min": 1.0}
+  assert ours.summary["gates"] == {"memory_median": 2.0, "memory_max": 3000.0}
+
+
+def test_what_was_run_twice_tells_what_rounding_is_worth(tmp_path, tiny):
+  same, other = plan.sweep(tiny)
+  keep(tmp_path, same, [9.0] * 30 + [4.0] * 10)
+  keep(tmp_path, other, [9.0] * 30 + [3.0] * 10)  # with another offset than was chosen
+  keep(tmp_path, plan.grid(tiny, CHOICE)[0], [9.0] * 30 + [4.125] * 10 + [2.0] * 40)
+  told = tables.twice(tiny, records.load_all(tmp_path))
+  assert told.splitlines()[2:] == ["| conformal | 4.000 ± 0.000 | 4.125 ± 0.000 | +0.125 ± 0.000 |"]
 
 
 def test_a_run_counts_as_done_only_with_its_evaluation_and_as_it_is_now(tmp_path, tiny):
@@ -182,9 +193,12 @@ def test_the_report_keeps_prose_and_has_the_papers_numbers_beside_ours(tmp_path)
   line = report.write(study, out, docs)
   assert "results.csv, images/study_training.png, images/study_past_context.png, images/study_clock.png" in line
   text = (docs / "results.md").read_text()
-  assert "| softmax | - (6.263) | - (4.885) | 4.000 ± 0.000 (3.660) | - (3.113) |" in text
-  assert "| sympow | - (\N{MINUS SIGN}0.205) | - (\N{MINUS SIGN}0.312) | +0.300 ± 0.000 (+0.019) | - (+0.422) |" in text
+  assert "| p=4 | 4,096 | 16,384 |" in text
+  assert "| softmax | 4.000 ± 0.000 (3.660) | 4.000 ± 0.000 (2.969) |" in text
+  assert "| sympow | +0.300 ± 0.000 (\N{MINUS SIGN}0.107) | +0.300 ± 0.000 (\N{MINUS SIGN}0.068) |" in text
   assert "| sympow | 4.220 ± 0.010 | 7.180 ± 0.010 | 4.220 ± 0.010 | 7.180 ± 0.010 | 1 MiB | 7.10 |" in text
+  assert "| sympow | 4.340 ± 0.010 | 4.320 ± 0.010 |" in text, "from 256 tokens on"
+  assert "| conformal | 2.0; 3,000 | 2.0; 3,000 |" in text
   assert "| 1 x 1,048,576 | 100 | 0.10 | 10,485,760 | 1 GiB |" in text
   for name in ("training", "past_context", "clock"):
     assert (docs / "images" / f"study_{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -194,6 +208,50 @@ def test_the_report_keeps_prose_and_has_the_papers_numbers_beside_ours(tmp_path)
   (docs / "results.md").write_text(written)
   report.write(study, out, docs)
   assert (docs / "results.md").read_text() == written
+
+
+def test_the_report_leaves_out_what_was_not_run_and_says_so_in_one_line(tmp_path):
+  study = StudyConfig()
+  runs = {run.name: run for run in plan.grid(study, dict.fromkeys(study.variants, plan.Settings(1e-3, 0.0)))}
+  curve = {2**n: 4.0 for n in range(17)}
+  keep(tmp_path, runs["softmax_16384"], [4.0] * 20, evaluated=curve)
+  keep(tmp_path, runs["softmax_4096"], [4.0] * 20, evaluated=curve)
+  kept = records.load_all(tmp_path)
+  assert tables.training(study, kept) == "p=2: not run yet.\n\np=4: not run yet.", "softmax has no power"
+  unevaluated = "p=2, trained at 4,096: not run yet.\n\np=4, trained at 16,384: not run yet."
+  assert tables.past_context(study, kept) == unevaluated
+  assert tables.window(study, kept) == tables.sweep(study, kept) == "Not run yet."
+  for draw in (figures.training, figures.past_context, figures.clock):
+    assert draw(study, kept) is None
+
+  keep(tmp_path, runs["p2_4096_conformal"], [3.0] * 20, evaluated=curve)
+  keep(tmp_path, runs["p4_1024_sympow"], [9.0] * 20, outcome="diverged")
+  kept = records.load_all(tmp_path)
+  for table in (tables.training, tables.over_softmax, tables.heldout):
+    told = table(study, kept)
+    assert "| p=2 | 4,096 |\n" in told
+    assert "p=2 at 256, 1,024 and 8,192: not run yet." in told
+    assert "| p=4 | 1,024 |\n" in told, "a run that diverged was run"
+  past = tables.past_context(study, kept)
+  assert "| sympow | - | - | - | - | - |\n" in past, "one run of those that were compared is a dash"
+  assert past.endswith("\n\np=4, trained at 16,384: not run yet.")
+  assert "position 0" not in past
+  assert [axes.get_title() for axes in figures.training(study, kept).axes] == ["p = 2"], "there is no point at p=4"
+  assert [axes.get_title() for axes in figures.past_context(study, kept).axes] == ["p = 2, trained at 4,096"]
+
+
+def test_what_the_repository_keeps_can_be_gone_on_from_and_is_what_its_report_shows():
+  kept = records.load_all(running.ROOT / "docs/study")
+  tokens = {len(record.steps["step"]) * 65_536 for record in kept if record.kind == "grid"}
+  study = StudyConfig(configs=str(running.ROOT / "configs/study"), tokens=tokens.pop())
+  assert not tokens
+  choice = plan.read_choice(study, running.ROOT / "docs/study")
+  runs = [*plan.sweep(study), *plan.grid(study, choice), *plan.timed(study)]
+  found = [done(running.ROOT / "docs/study", run) for run in runs]
+  assert {record.name for record in found if record} == {record.name for record in kept}
+  text = (running.ROOT / "docs/results.md").read_text()
+  for name, (_, make) in report._PARTS.items():
+    assert report.replaced(text, name, make(study, kept)) == text, f"--report has not been made anew: {name}"
 
 
 def test_books_fill_the_rows_that_were_asked_for_and_all_that_are_held_out_are_taken():

@@ -58,7 +58,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     prog="csympow.study",
     allow_abbrev=False,
     description="Trains and evaluates the runs of the study that are not yet done, and keeps what they tell in --out.",
-    epilog="--out is all that a later call needs, also on another machine, to do only what is missing.",
+    epilog="--out is all that a later call needs, also on another machine, to do only what is missing. What was run "
+    "for docs/results.md is kept in docs/study.",
   )
   parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where metrics are kept")
   parser.add_argument("--data", type=Path, default=Path("data/study"), metavar="DIR", help="the dataset (%(default)s)")

@@ -81,9 +81,14 @@ class Record(NamedTuple):
     return bool(self.summary["outcome"] == "diverged")
 
   @property
+  def losses(self) -> list[float]:
+    """The training losses."""
+    return [math.nan if loss is None else loss for loss in self.steps["loss"]]
+
+  @property
   def tail(self) -> list[float]:
     """The training losses of the last steps; none of a run that diverged."""
-    losses = [math.nan if loss is None else loss for loss in self.steps["loss"]]
+    losses = self.losses
     return [] if self.diverged else losses[-max(1, round(_TAIL * len(losses))) :]
 
   @property

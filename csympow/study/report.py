@@ -28,15 +28,14 @@ _PARTS: dict[str, tuple[str, Callable[[StudyConfig, Sequence[Record]], str]]] = 
   "over_softmax": ("The same, less softmax's", tables.over_softmax),
   "heldout": ("Held-out loss at the training context", tables.heldout),
   "past_context": ("Past the training context", tables.past_context),
+  "window": ("The same last 256 tokens, given more and more of what came before", tables.window),
   "sweep": ("How learning rate and offset were chosen", tables.sweep),
+  "twice": ("The same run twice", tables.twice),
+  "memory": ("Tokens that heads remember: the median head, and the one that remembers longest", tables.memory),
   "clock": ("Loss against time at 65,536 tokens", tables.clock),
   "speed": ("A million tokens of context", tables.speed),
 }
-_FIGURES = {
-  "training": ("grid", figures.training),
-  "past_context": ("grid", figures.past_context),
-  "clock": ("clock", figures.clock),
-}
+_FIGURES = {"training": figures.training, "past_context": figures.past_context, "clock": figures.clock}
 
 
 def write(study: StudyConfig, out: Path, directory: Path) -> str:
@@ -48,10 +47,9 @@ def write(study: StudyConfig, out: Path, directory: Path) -> str:
     raise ConfigError("--report needs matplotlib and pillow to draw with: pip install matplotlib pillow")
   images = directory / "images"
   images.mkdir(parents=True, exist_ok=True)
-  kinds = {record.kind for record in kept}
-  drawn = {name: draw for name, (kind, draw) in _FIGURES.items() if kind in kinds}
-  for name, draw in drawn.items():
-    replace_file(images / f"study_{name}.png", results.png(draw(study, kept)))
+  drawn = {name: figure for name, draw in _FIGURES.items() if (figure := draw(study, kept)) is not None}
+  for name, figure in drawn.items():
+    replace_file(images / f"study_{name}.png", results.png(figure))
   replace_file(directory / "results.csv", _csv(kept))
   document = directory / "results.md"
   text = document.read_text() if document.exists() else _skeleton(drawn)

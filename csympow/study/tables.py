@@ -1,102 +1,137 @@
-"""The study's tables, in Markdown, each from the runs that are done; what is not done is a dash."""
+"""The study's tables, in Markdown, each from the runs that are done.
+
+A power or context of which no run is done has no column: one line says so. A single run that is not done is a dash.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from csympow.config import ConfigError
+from csympow.config import ConfigError, differences
 from csympow.study import paper, records
-from csympow.study.config import StudyConfig
+from csympow.study.config import GATED, Cell, StudyConfig
 from csympow.study.records import Mean, Record
 from csympow.train.metrics import size
+
+_OCTAVES_SHOWN = 9  # of contexts that the same last tokens are given
 
 
 def training(study: StudyConfig, kept: Sequence[Record]) -> str:
   """The final training loss by context and variant, the paper's in brackets."""
-  parts = []
-  for power in study.powers:
-    rows = []
-    for variant in study.variants:
-      cells = []
-      for context in study.contexts(power):
-        record = of_grid(kept, power, context, variant)
-        told = "-" if record is None else _mean(record.final_loss)
-        theirs = paper.training_loss(power, variant, context)
-        cells.append(told if theirs is None else f"{told} ({theirs:.3f})")
-      rows.append([variant, *cells])
-    parts.append(_markdown([f"p={power}", *(f"{context:,}" for context in study.contexts(power))], rows))
-  return "\n\n".join(parts)
+
+  def cell(power: int, context: int, variant: str) -> str:
+    record = of_grid(kept, power, context, variant)
+    told = "-" if record is None else _mean(record.final_loss)
+    theirs = paper.training_loss(power, variant, context)
+    return told if theirs is None else f"{told} ({theirs:.3f})"
+
+  return _by_context(study, kept, study.variants, cell)
 
 
 def over_softmax(study: StudyConfig, kept: Sequence[Record]) -> str:
   """How far each variant's loss lies above softmax's: paired by step, since all variants read the same batches."""
-  parts = []
-  for power in study.powers:
-    rows = []
-    for variant in [name for name in study.variants if name != "softmax"]:
-      cells = []
-      for context in study.contexts(power):
-        ours, baseline = (of_grid(kept, power, context, name) for name in (variant, "softmax"))
-        told = "-" if ours is None or baseline is None else _mean(difference(ours, baseline), sign=True)
-        theirs = [paper.training_loss(power, name, context) for name in (variant, "softmax")]
-        cells.append(told if None in theirs else f"{told} ({_signed(_number(theirs[0]) - _number(theirs[1]))})")
-      rows.append([variant, *cells])
-    parts.append(_markdown([f"p={power}", *(f"{context:,}" for context in study.contexts(power))], rows))
-  return "\n\n".join(parts)
+
+  def cell(power: int, context: int, variant: str) -> str:
+    ours, baseline = (of_grid(kept, power, context, name) for name in (variant, "softmax"))
+    told = "-" if ours is None or baseline is None else _mean(difference(ours, baseline), sign=True)
+    theirs = [paper.training_loss(power, name, context) for name in (variant, "softmax")]
+    return told if None in theirs else f"{told} ({_signed(_number(theirs[0]) - _number(theirs[1]))})"
+
+  return _by_context(study, kept, [name for name in study.variants if name != "softmax"], cell)
 
 
 def heldout(study: StudyConfig, kept: Sequence[Record]) -> str:
   """The held-out loss at the training context, over all held-out rows."""
-  parts = []
-  for power in study.powers:
-    rows = []
-    for variant in study.variants:
-      found = [of_grid(kept, power, context, variant) for context in study.contexts(power)]
-      losses = [None if record is None or record.diverged else record.heldout_loss for record in found]
-      rows.append([variant, *("-" if loss is None else f"{loss:.3f}" for loss in losses)])
-    parts.append(_markdown([f"p={power}", *(f"{context:,}" for context in study.contexts(power))], rows))
-  return "\n\n".join(parts)
+
+  def cell(power: int, context: int, variant: str) -> str:
+    record = of_grid(kept, power, context, variant)
+    loss = None if record is None or record.diverged else record.heldout_loss
+    return "-" if loss is None else f"{loss:.3f}"
+
+  return _by_context(study, kept, study.variants, cell)
 
 
 def past_context(study: StudyConfig, kept: Sequence[Record]) -> str:
   """Loss at the training context and at the longest one, by position and for the same last tokens."""
+  shown = evaluated_cells(study, kept)
   parts = []
-  for power, trained in study.evaluated:
-    rows, longest = [], 0
-    for variant in study.variants:
-      record = of_grid(kept, power, trained, variant)
-      position, window = (measured(record, name) for name in ("position", "window"))
-      longest = max([longest, *position])
-      ends = [position.get(trained), position.get(longest), window.get(trained), window.get(longest)]
-      theirs = paper.LOSS_PAST_CONTEXT.get((power, trained), {}).get(variant)
-      memory = _state(record, longest)
-      rows.append([variant, *(_mean(end) for end in ends), memory, "-" if theirs is None else f"{theirs:.2f}"])
+  for power, trained in shown:
+    found = {variant: of_grid(kept, power, trained, variant) for variant in study.variants}
+    longest = max(max(measured(record, "position"), default=0) for record in found.values())
+    theirs = paper.LOSS_PAST_CONTEXT.get((power, trained), {})
     head = [
       *(f"p={power}, trained at {trained:,}", f"at position {trained:,}", f"at position {longest:,}"),
-      *(f"last tokens given {trained:,}", f"last tokens given {longest:,}", "state", "the paper's, at 65,520"),
+      *(f"last tokens given {trained:,}", f"last tokens given {longest:,}", "state"),
+      *(["the paper's, at 65,520"] if theirs else []),
     ]
+    rows = []
+    for variant, record in found.items():
+      position, window = (measured(record, name) for name in ("position", "window"))
+      ends = [position.get(trained), position.get(longest), window.get(trained), window.get(longest)]
+      paper_cell = [f"{theirs[variant]:.2f}" if variant in theirs else "-"] if theirs else []
+      rows.append([variant, *(_mean(end) for end in ends), _state(record, longest), *paper_cell])
     parts.append(_markdown(head, rows))
+  parts += [
+    f"p={p}, trained at {context:,}: not run yet." for p, context in study.evaluated if (p, context) not in shown
+  ]
   return "\n\n".join(parts)
+
+
+def window(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """The loss of the same last tokens given more and more context: whether a model uses it, whatever stands where."""
+  parts = []
+  for power, trained in evaluated_cells(study, kept):
+    found = {variant: measured(of_grid(kept, power, trained, variant), "window") for variant in study.variants}
+    longest = max(max(curve, default=0) for curve in found.values())
+    shown = sorted(context for n in range(_OCTAVES_SHOWN) if (context := longest >> n))
+    rows = [[variant, *(_mean(curve.get(context)) for context in shown)] for variant, curve in found.items()]
+    parts.append(_markdown([f"p={power}, trained at {trained:,}", *(f"{context:,}" for context in shown)], rows))
+  return "\n\n".join(parts) or "Not run yet."
 
 
 def sweep(study: StudyConfig, kept: Sequence[Record]) -> str:
   """The final training losses of the sweep; the lowest of a variant is chosen."""
-  tried = [record for record in kept if record.kind == "sweep"]
-  lines = {(variant, offset): "" for variant in study.variants for offset in study.offsets}
+  best = {
+    variant: min((record.final_loss.mean for record in kept if _tried(record, variant)), default=math.inf)
+    for variant in study.variants
+  }
+
+  def cell(record: Record) -> str:
+    loss = record.final_loss
+    return f"**{_mean(loss)}**" if loss.mean == best[record.variant] < math.inf else _mean(loss)
+
+  return _by_rate(study, kept, study.variants, cell)
+
+
+def twice(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """How far two runs of the same lie apart, which differ in rounding alone.
+
+  Where the learning rate is constant, the sweep's run with the settings that were chosen is the grid's, cut short.
+  """
+  whole = {variant: of_grid(kept, *study.sweep, variant) for variant in study.variants}
   rows = []
-  for variant, offset in lines:
-    of_line = [record for record in tried if record.variant == variant]
-    gated = len({record.offset for record in of_line}) > 1
-    if not gated and offset != study.offsets[0]:
+  for record in kept:
+    longer = whole.get(record.variant) if record.kind == "sweep" else None
+    if longer is None or longer.diverged or record.diverged:
       continue
-    best = min((record.final_loss.mean for record in of_line), default=math.inf)
-    cells = []
-    for rate in study.rates:
-      found = [record for record in of_line if record.rate == rate and (not gated or record.offset == offset)]
-      told = _mean(found[0].final_loss) if found else "-"
-      cells.append(f"**{told}**" if found and found[0].final_loss.mean == best < math.inf else told)
-    rows.append([variant + (f", offset {offset:.1f}" if gated else ""), *cells])
-  return _markdown(["learning rate", *(f"{rate:g}" for rate in study.rates)], rows)
+    if not differences(longer.summary["config"], record.summary["config"]):
+      again = longer.losses[: len(record.losses)][-len(record.tail) :]
+      apart = records.mean([a - b for a, b in zip(again, record.tail, strict=True)])
+      rows.append([record.variant, _mean(record.final_loss), _mean(records.mean(again)), _mean(apart, sign=True)])
+  rows.sort(key=lambda row: study.variants.index(row[0]))
+  return _markdown(["", "the sweep's run", "the grid's, at the same steps", "difference"], rows)
+
+
+def memory(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """Tokens after which a head's state has faded to 1/e at its mean gate: the median head's, and the longest."""
+  gated = [variant for variant in study.variants if variant in GATED]
+
+  def cell(record: Record | None) -> str:
+    gates = record and record.summary["gates"]
+    return f"{gates['memory_median']:,.1f}; {gates['memory_max']:,.0f}" if gates else "-"
+
+  grid = _by_context(study, kept, gated, lambda *which: cell(of_grid(kept, *which)))
+  return f"{grid}\n\n{_by_rate(study, kept, gated, cell)}"
 
 
 def clock(study: StudyConfig, kept: Sequence[Record]) -> str:
@@ -126,6 +161,18 @@ def speed(study: StudyConfig, kept: Sequence[Record]) -> str:
   return _markdown(["tokens a step", "steps", "seconds a step", "tokens/s", "memory", "training loss"], rows)
 
 
+def contexts_run(study: StudyConfig, kept: Sequence[Record], power: int) -> list[int]:
+  """The contexts of a power, ascending, with a run of its own: softmax, which has no power, is none unless alone."""
+  own = [variant for variant in study.variants if variant != "softmax"] or study.variants
+  return [c for c in study.contexts(power) if any(of_grid(kept, power, c, variant) for variant in own)]
+
+
+def evaluated_cells(study: StudyConfig, kept: Sequence[Record]) -> list[Cell]:
+  """The evaluated cells with an evaluation of their own."""
+  known = [record for record in kept if record.context]
+  return [(power, context) for power, context in study.evaluated if context in contexts_run(study, known, power)]
+
+
 def of_grid(kept: Sequence[Record], power: int, context: int, variant: str) -> Record | None:
   """The run of the grid at a cell."""
   for record in kept:
@@ -148,6 +195,43 @@ def measured(record: Record | None, measure: str) -> dict[int, Mean]:
   """A curve of the evaluation past the training context, by the last position or the context."""
   rows = [] if record is None else [row for row in record.context if row["measure"] == measure]
   return {int(row["context"]): Mean(float(row["loss"]), float(row["standard_error"] or math.nan)) for row in rows}
+
+
+def _by_context(
+  study: StudyConfig, kept: Sequence[Record], variants: Sequence[str], cell: Callable[[int, int, str], str]
+) -> str:
+  """For each power a table of variants by context."""
+  parts = []
+  for power in study.powers:
+    shown = contexts_run(study, kept, power)
+    missing = [f"{context:,}" for context in study.contexts(power) if context not in shown]
+    if shown:
+      rows = [[variant, *(cell(power, context, variant) for context in shown)] for variant in variants]
+      parts.append(_markdown([f"p={power}", *(f"{context:,}" for context in shown)], rows))
+    if missing:
+      parts.append(f"p={power}{' at ' + _listed(missing) if shown else ''}: not run yet.")
+  return "\n\n".join(parts)
+
+
+def _by_rate(study: StudyConfig, kept: Sequence[Record], variants: Sequence[str], cell: Callable[[Record], str]) -> str:
+  """A table of the sweep: variants and offsets by learning rate."""
+  rows = []
+  for variant in variants:
+    of_variant = [record for record in kept if _tried(record, variant)]
+    for offset in study.offsets if variant in GATED else study.offsets[:1]:
+      found = {record.rate: record for record in of_variant if variant not in GATED or record.offset == offset}
+      told = [cell(found[rate]) if rate in found else "-" for rate in study.rates]
+      if of_variant:
+        rows.append([variant + (f", offset {offset:.1f}" if variant in GATED else ""), *told])
+  return _markdown(["learning rate", *(f"{rate:g}" for rate in study.rates)], rows)
+
+
+def _tried(record: Record, variant: str) -> bool:
+  return record.kind == "sweep" and record.variant == variant
+
+
+def _listed(names: Sequence[str]) -> str:
+  return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _state(record: Record | None, context: int) -> str:
