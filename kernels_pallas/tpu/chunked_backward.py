@@ -56,7 +56,7 @@ def queries(
     refs = list(more)
     initial_refs = None if initial is None else (refs.pop(0), refs.pop(0))
     dq_ref, *kept_refs = (refs.pop(0) for _ in range(3))
-    keys, queries, sums, cotangents = refs[3:]
+    keys, queries, sums, cotangents, discounted = refs[3:]
     carried = Carried(*refs[:3])
     S, Z = carried[:2]
     *place, n = (pl.program_id(axis) for axis in range(3))
@@ -81,10 +81,10 @@ def queries(
 
     shifts.for_all_groups(group, prepare)
     decay = across_ref[0, 0, 0, n]
-    discounted = _discounted(v_ref[0, 0], until_ref[0, 0])
+    discounted[...] = _discounted(v_ref[0, 0], until_ref[0, 0])
 
     def visit(turn: Shifts) -> None:
-      for part in turn.parts:
+      for part in turn.parts(128):
         found = part.weighted(S[part.rows]).astype(jnp.bfloat16)
 
         def read(g, part=part, found=found):
@@ -93,8 +93,7 @@ def queries(
             part.add_transposed(sums, queries, at, dot(found, cotangents[at]))
 
         shifts.for_all_groups(group, read)
-        added = (dot(part.features(keys, t), discounted[:, t * LANES : (t + 1) * LANES], NT) for t in range(tiles))
-        S[part.rows] = sum(added, S[part.rows] * decay)
+        S[part.rows] = S[part.rows] * decay + dot(part.all_features(keys, range(tiles)), discounted[...], NT)
 
     shifts.for_all_shifts(head_dim, visit)
     high, low = shifts.pieces(Z[...])
@@ -126,6 +125,7 @@ def queries(
       shifts.scratch_of_vectors(group * tiles, head_dim),
       shifts.scratch_of_vectors(group * tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
+      pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
     ],
     compiler_params=shifts.PARAMETERS,
     interpret=interpret or False,
@@ -151,7 +151,7 @@ def keys(
     refs = list(more)
     final_refs = None if final is None else (refs.pop(0), refs.pop(0))
     dq_ref, dk_ref, dv_ref, *kept_refs = (refs.pop(0) for _ in range(7))
-    keys, queries, sums, cotangents, value_sums = refs[3:]
+    keys, queries, sums, cotangents, discounted, value_sums, transposed = refs[3:]
     carried = Carried(*refs[:3])
     dS, dZ = carried[:2]
     *place, step = (pl.program_id(axis) for axis in range(3))
@@ -178,24 +178,24 @@ def keys(
 
     shifts.for_all_groups(group, prepare)
     decay = across_ref[0, 0, 0, n]
-    discounted = _discounted(v_ref[0, 0], until_ref[0, 0])
+    discounted[...] = _discounted(v_ref[0, 0], until_ref[0, 0])
 
     def visit(turn: Shifts) -> None:
-      transposed = turn.weighted(dS[turn.rows]).T.astype(jnp.bfloat16)
-      for part in turn.parts:
+      transposed[:, : turn.size] = turn.weighted(dS[turn.rows]).T.astype(jnp.bfloat16)
+      for part in turn.parts(128):
         found = part.weighted(dS[part.rows]).astype(jnp.bfloat16)
         for t in range(tiles):
-          part.add_transposed(sums, keys, t, dot(found, discounted[:, t * LANES : (t + 1) * LANES]))
+          part.add_transposed(sums, keys, t, dot(found, discounted[:, tile(t)]))
         dS[part.rows] = dS[part.rows] * decay
 
         def write(g, part=part):
-          at = range(tiles)
-          added = (dot(part.features(queries, g * tiles + t), cotangents[g * tiles + t], NT) for t in at)
-          dS[part.rows] = sum(added, dS[part.rows])
+          at = [g * tiles + t for t in range(tiles)]
+          dn = jnp.concatenate([cotangents[n] for n in at], axis=1)
+          dS[part.rows] += dot(part.all_features(queries, at), dn, NT)
 
         shifts.for_all_groups(group, write)
       for t in range(tiles):
-        value_sums[t] += dot(transposed, turn.features(keys, t))
+        value_sums[t] += dot(transposed[:, : turn.size], turn.features(keys, t))
 
     shifts.for_all_shifts(head_dim, visit)
     high, low = shifts.pieces(dZ[...])
@@ -249,7 +249,9 @@ def keys(
       shifts.scratch_of_vectors(group * tiles, head_dim),
       shifts.scratch_of_vectors(tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
+      pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
       pltpu.VMEM((tiles, value_dim, LANES), jnp.float32),
+      pltpu.VMEM((value_dim, shifts.ROWS), jnp.bfloat16),
     ],
     compiler_params=shifts.PARAMETERS,
     interpret=interpret or False,

@@ -42,7 +42,7 @@ def forward(
     initial_refs = None if initial is None else (refs.pop(0), refs.pop(0))
     y_ref, normaliser_ref, heard_ref = (refs.pop(0) for _ in range(3))
     final_refs = (refs.pop(0), refs.pop(0)) if return_final else None
-    keys, queries, sums = refs[3:]
+    keys, queries, sums, discounted, found = refs[3:]
     carried = Carried(*refs[:3])
     S, Z = carried[:2]
     *place, n = (pl.program_id(axis) for axis in range(3))
@@ -60,19 +60,18 @@ def forward(
 
     shifts.for_all_groups(group, prepare)
     values, decay = v_ref[0, 0], across_ref[0, 0, 0, n]
-    discounted = (values.astype(jnp.float32) * until_ref[0, 0]).astype(jnp.bfloat16)
+    discounted[...] = (values.astype(jnp.float32) * until_ref[0, 0]).astype(jnp.bfloat16)
     sums[...] = jnp.zeros_like(sums)
 
     def visit(turn: Shifts) -> None:
-      found = turn.weighted(S[turn.rows]).T.astype(jnp.bfloat16)
+      found[:, : turn.size] = turn.weighted(S[turn.rows]).T.astype(jnp.bfloat16)
       # The state written first: the matrix units are then busy while it is transposed to be read.
-      for part in turn.parts:
-        added = (dot(part.features(keys, t), discounted[:, t * LANES : (t + 1) * LANES], NT) for t in range(tiles))
-        S[part.rows] = sum(added, S[part.rows] * decay)
+      for part in turn.parts(256):
+        S[part.rows] = S[part.rows] * decay + dot(part.all_features(keys, range(tiles)), discounted[...], NT)
 
       def read(g):
         for t in range(tiles):
-          sums[g * tiles + t] += dot(found, turn.features(queries, g * tiles + t))
+          sums[g * tiles + t] += dot(found[:, : turn.size], turn.features(queries, g * tiles + t))
 
       shifts.for_all_groups(group, read)
 
@@ -129,6 +128,8 @@ def forward(
       shifts.scratch_of_vectors(tiles, head_dim),
       shifts.scratch_of_vectors(group * tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.float32),
+      pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
+      pltpu.VMEM((value_dim, shifts.ROWS), jnp.bfloat16),
     ],
     compiler_params=shifts.PARAMETERS,
     interpret=interpret or False,

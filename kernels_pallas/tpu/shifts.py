@@ -10,7 +10,7 @@ All products have bfloat16 operands and float32 sums. VMEM is rows of 128 lanes,
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, BFloat16, Float
 
 LANES = 128  # tokens in a tile
-_ROWS = 512  # features that a turn of the loop over shifts expands: the more, the shorter the matrix units wait
-_IN_REGISTERS = 256  # rows of float32 sums for a tile
+ROWS = 512  # features that a turn of the loop over shifts expands: the more, the shorter the matrix units wait
 VMEM = 60 * 2**20  # bytes that a kernel may ask for
 NT = ((1,), (1,))  # a product with the second operand transposed
 
@@ -75,7 +74,7 @@ def dot(a: Array, b: Array, contract: tuple[tuple[int], tuple[int]] = ((1,), (0,
 
 def shifts_at_once(head_dim: int) -> int:
   """The shifts that a turn of the loop expands."""
-  return _ROWS // head_dim
+  return ROWS // head_dim
 
 
 def largest_chunk(group: int) -> int:
@@ -165,9 +164,13 @@ class Shifts(NamedTuple):
     return pl.ds(pl.multiple_of(self.first * d, LANES), self.many * d)
 
   @property
-  def parts(self) -> "list[Shifts]":
-    """The same, in parts whose sums fit the registers."""
-    many = _IN_REGISTERS // self.head_dim
+  def size(self) -> int:
+    """How many features these are."""
+    return self.many * self.head_dim or self.head_dim // 2
+
+  def parts(self, rows: int) -> "list[Shifts]":
+    """The same, in parts of so many features: what is summed for all of them at once must fit the registers."""
+    many = rows // self.head_dim
     return [self._replace(first=self.first + n, many=many) for n in range(0, self.many, many)] or [self]
 
   def features(self, x: Any, n: int) -> BFloat16[Array, "f t"]:
@@ -177,6 +180,10 @@ class Shifts(NamedTuple):
       return (x[n, : d // 2] * x[n, d // 2 : d]).astype(jnp.bfloat16)
     shifted = [x[n, :d] * x[n, pl.ds(self.first + m, d)] for m in range(self.many)]
     return jnp.concatenate([product.astype(jnp.bfloat16) for product in shifted], axis=0)
+
+  def all_features(self, x: Any, tiles: Iterable[Any]) -> BFloat16[Array, "f T"]:
+    """The features of several tiles side by side: a product over all their tokens is summed in the matrix unit."""
+    return jnp.concatenate([self.features(x, n) for n in tiles], axis=1)
 
   def weighted(self, state: Float[Array, "f dv"]) -> Float[Array, "f dv"]:
     """Each product as often as it occurs in (q . k) ** 2."""
