@@ -28,6 +28,7 @@ from kernels_pallas.tpu.shifts import Chunks
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 TIME, CHUNK, SPLASH_TIME = 65_536, 512, 8_192
+_SPLASH_BLOCK = 512  # larger than its defaults, with which its matrix units would mostly wait
 _FILES = r".*final.*"  # of all that the compiler can write, the passes that are read here
 
 
@@ -81,7 +82,11 @@ def kernels(head_dim: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...
     )
   if head_dim == 128:
     mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((SPLASH_TIME, SPLASH_TIME))])
-    splash = splash_attention_kernel.make_splash_mha_single_device(mask)
+    names = splash_attention_kernel.BlockSizes.__dataclass_fields__
+    sizes = {name: _SPLASH_BLOCK for name in names if name.startswith("block_")}
+    splash = splash_attention_kernel.make_splash_mha_single_device(
+      mask, block_sizes=splash_attention_kernel.BlockSizes(**sizes)
+    )
     q = jax.ShapeDtypeStruct((1, SPLASH_TIME, head_dim), jnp.bfloat16)
     found["splash_forward"] = (splash, (q, q, q))
     found["splash_backward"] = (

@@ -69,8 +69,8 @@ def attention(
     form: "attention" (quadratic), "chunked" (linear), "recurrent" (token by token), or "auto" for the cheapest; see
       `explain`.
     chunk_size: tokens in a chunk, in the attention form in a block of keys, in the recurrent form between the states
-      kept for the backward pass; None to choose. The attention kernels have blocks of 128, and
-      the chunked ones chunks of whole 256s; with another size they are not taken.
+      kept for the backward pass; None to choose. The attention kernels have blocks of their own, the chunked ones
+      chunks of whole 256s on GPU and of whole 128s, at most 512, on TPU; with another size they are not taken.
     implementation: "xla", "pallas", or None for the fastest that this call can have.
 
   Returns:

@@ -56,7 +56,7 @@ def queries(
     refs = list(more)
     initial_refs = None if initial is None else (refs.pop(0), refs.pop(0))
     dq_ref, *kept_refs = (refs.pop(0) for _ in range(3))
-    keys, queries, sums, cotangents, discounted = refs[3:]
+    keys, queries, sums, cotangents, discounted, found = refs[3:]
     carried = Carried(*refs[:3])
     S, Z = carried[:2]
     *place, n = (pl.program_id(axis) for axis in range(3))
@@ -84,15 +84,14 @@ def queries(
     discounted[...] = _discounted(v_ref[0, 0], until_ref[0, 0])
 
     def visit(turn: Shifts) -> None:
-      for part in turn.parts(128):
-        found = part.weighted(S[part.rows]).astype(jnp.bfloat16)
+      found[: turn.size] = turn.weighted(S[turn.rows]).astype(jnp.bfloat16)
 
-        def read(g, part=part, found=found):
-          for t in range(tiles):
-            at = g * tiles + t
-            part.add_transposed(sums, queries, at, dot(found, cotangents[at]))
+      def read(g):
+        for n in (g * tiles + t for t in range(tiles)):
+          turn.add_transposed(sums, queries, n, found, cotangents[n])
 
-        shifts.for_all_groups(group, read)
+      shifts.for_all_groups(group, read)
+      for part in turn.parts(256):
         S[part.rows] = S[part.rows] * decay + dot(part.all_features(keys, range(tiles)), discounted[...], NT)
 
     shifts.for_all_shifts(head_dim, visit)
@@ -126,6 +125,7 @@ def queries(
       shifts.scratch_of_vectors(group * tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
       pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
+      pltpu.VMEM((shifts.ROWS, value_dim), jnp.bfloat16),
     ],
     compiler_params=shifts.PARAMETERS,
     interpret=interpret or False,
@@ -151,7 +151,7 @@ def keys(
     refs = list(more)
     final_refs = None if final is None else (refs.pop(0), refs.pop(0))
     dq_ref, dk_ref, dv_ref, *kept_refs = (refs.pop(0) for _ in range(7))
-    keys, queries, sums, cotangents, discounted, value_sums, transposed = refs[3:]
+    keys, queries, sums, cotangents, discounted, found, value_sums, *transposed = refs[3:]
     carried = Carried(*refs[:3])
     dS, dZ = carried[:2]
     *place, step = (pl.program_id(axis) for axis in range(3))
@@ -181,21 +181,22 @@ def keys(
     discounted[...] = _discounted(v_ref[0, 0], until_ref[0, 0])
 
     def visit(turn: Shifts) -> None:
-      transposed[:, : turn.size] = turn.weighted(dS[turn.rows]).T.astype(jnp.bfloat16)
-      for part in turn.parts(128):
-        found = part.weighted(dS[part.rows]).astype(jnp.bfloat16)
-        for t in range(tiles):
-          part.add_transposed(sums, keys, t, dot(found, discounted[:, tile(t)]))
-        dS[part.rows] = dS[part.rows] * decay
+      weighted = turn.weighted(dS[turn.rows])
+      found[: turn.size] = weighted.astype(jnp.bfloat16)
+      found_transposed = transposed[turn.is_last]
+      found_transposed[...] = weighted.T.astype(jnp.bfloat16)
+      for t in range(tiles):
+        turn.add_transposed(sums, keys, t, found, discounted[:, tile(t)])
+        value_sums[t] += dot(found_transposed[...], turn.features(keys, t))
+      dS[turn.rows] = dS[turn.rows] * decay
 
-        def write(g, part=part):
-          at = [g * tiles + t for t in range(tiles)]
-          dn = jnp.concatenate([cotangents[n] for n in at], axis=1)
+      def write(g):
+        at = [g * tiles + t for t in range(tiles)]
+        dn = jnp.concatenate([cotangents[n] for n in at], axis=1)
+        for part in turn.parts(256):
           dS[part.rows] += dot(part.all_features(queries, at), dn, NT)
 
-        shifts.for_all_groups(group, write)
-      for t in range(tiles):
-        value_sums[t] += dot(transposed[:, : turn.size], turn.features(keys, t))
+      shifts.for_all_groups(group, write)
 
     shifts.for_all_shifts(head_dim, visit)
     high, low = shifts.pieces(dZ[...])
@@ -250,8 +251,9 @@ def keys(
       shifts.scratch_of_vectors(tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
       pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
+      pltpu.VMEM((shifts.ROWS, value_dim), jnp.bfloat16),
       pltpu.VMEM((tiles, value_dim, LANES), jnp.float32),
-      pltpu.VMEM((value_dim, shifts.ROWS), jnp.bfloat16),
+      *shifts.scratch_of_transposed(head_dim, value_dim),
     ],
     compiler_params=shifts.PARAMETERS,
     interpret=interpret or False,

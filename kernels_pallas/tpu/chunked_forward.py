@@ -42,7 +42,7 @@ def forward(
     initial_refs = None if initial is None else (refs.pop(0), refs.pop(0))
     y_ref, normaliser_ref, heard_ref = (refs.pop(0) for _ in range(3))
     final_refs = (refs.pop(0), refs.pop(0)) if return_final else None
-    keys, queries, sums, discounted, found = refs[3:]
+    keys, queries, sums, discounted, *transposed = refs[3:]
     carried = Carried(*refs[:3])
     S, Z = carried[:2]
     *place, n = (pl.program_id(axis) for axis in range(3))
@@ -64,20 +64,21 @@ def forward(
     sums[...] = jnp.zeros_like(sums)
 
     def visit(turn: Shifts) -> None:
-      found[:, : turn.size] = turn.weighted(S[turn.rows]).T.astype(jnp.bfloat16)
+      found = transposed[turn.is_last]
+      found[...] = turn.weighted(S[turn.rows]).T.astype(jnp.bfloat16)
       # The state written first: the matrix units are then busy while it is transposed to be read.
       for part in turn.parts(256):
         S[part.rows] = S[part.rows] * decay + dot(part.all_features(keys, range(tiles)), discounted[...], NT)
 
       def read(g):
         for t in range(tiles):
-          sums[g * tiles + t] += dot(found[:, : turn.size], turn.features(queries, g * tiles + t))
+          sums[g * tiles + t] += dot(found[...], turn.features(queries, g * tiles + t))
 
       shifts.for_all_groups(group, read)
 
     shifts.for_all_shifts(head_dim, visit)
 
-    transposed = [keys[t, :head_dim].T.astype(jnp.bfloat16) for t in range(tiles)]
+    keys_down = [keys[t, :head_dim].T.astype(jnp.bfloat16) for t in range(tiles)]
     pulls = [shifts.column(gate_ref[0, 0, :, tile(t)]) for t in range(tiles)]
     high, low = shifts.pieces(Z[...])
 
@@ -89,7 +90,7 @@ def forward(
         since = jnp.exp2(gate) * heard
         total, normaliser = sums[g * tiles + i] * since, far * since
         for j in range(i + 1):
-          scores = dot(transposed[j], q)
+          scores = dot(keys_down[j], q)
           weights = (scores * scores * shifts.discounts(gate, pulls[j], 0 if i == j else None)).astype(jnp.bfloat16)
           # Of the rounded weights, so that a row of one key gives that key's value exactly.
           normaliser += jnp.sum(weights.astype(jnp.float32), axis=0, keepdims=True)
@@ -129,7 +130,7 @@ def forward(
       shifts.scratch_of_vectors(group * tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.float32),
       pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
-      pltpu.VMEM((value_dim, shifts.ROWS), jnp.bfloat16),
+      *shifts.scratch_of_transposed(head_dim, value_dim),
     ],
     compiler_params=shifts.PARAMETERS,
     interpret=interpret or False,

@@ -104,6 +104,11 @@ def scratch_of_vectors(count: int, head_dim: int) -> Any:
   return pltpu.VMEM((count, head_dim * 3 // 2, LANES), jnp.float32)
 
 
+def scratch_of_transposed(head_dim: int, value_dim: int) -> list[Any]:
+  """Room for the features of a turn of the loop, or of the last shift, on lanes."""
+  return [pltpu.VMEM((value_dim, size), jnp.bfloat16) for size in (ROWS, head_dim // 2)]
+
+
 def clear(ref: Any) -> None:
   """Writes zeros, in a loop: unrolled they would be most of a kernel's code."""
 
@@ -192,17 +197,20 @@ class Shifts(NamedTuple):
     square = (lax.broadcasted_iota(jnp.int32, (state.shape[0], 1), 0) < self.head_dim) & (self.first == 0)
     return jnp.where(square, 1.0, 2.0) * state
 
-  def add_transposed(self, sums: Any, x: Any, n: int, dphi: Float[Array, "f t"]) -> None:
-    """Adds what vectors get of the cotangent of their features."""
+  def add_transposed(self, sums: Any, x: Any, n: int, found: Any, y: BFloat16[Array, "v t"]) -> None:
+    """Adds what a tile of vectors gets of the cotangent of its features, which is `found` times y."""
     d = self.head_dim
     if self.is_last:
+      dphi = dot(found[: self.size], y)
       sums[n, : d // 2] += dphi * x[n, d // 2 : d]
       sums[n, d // 2 : d] += dphi * x[n, : d // 2]
       return
-    parts = [dphi[m * d : (m + 1) * d] for m in range(self.many)]
-    sums[n, :d] += sum(part * x[n, pl.ds(self.first + m, d)] for m, part in enumerate(parts))
-    for m, part in enumerate(parts):
-      sums[n, pl.ds(self.first + m, d)] += part * x[n, :d]
+    unshifted = jnp.zeros((d, LANES), jnp.float32)
+    for m in range(self.many):
+      dphi, shifted = dot(found[m * d : (m + 1) * d], y), pl.ds(self.first + m, d)
+      unshifted += dphi * x[n, shifted]
+      sums[n, shifted] += dphi * x[n, :d]
+    sums[n, :d] += unshifted
 
 
 def folded(sums: Any, n: int, head_dim: int) -> Float[Array, "d t"]:
