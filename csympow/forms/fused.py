@@ -101,7 +101,7 @@ def _backward(
   (dy, dfinal), x, power = cotangents, saved.operands, settings.power
   kernels = _KERNELS[settings.chip]
   inside = kernels.backward(x, near.cotangents(saved.y, dy), power, settings.interpret)
-  dq, dk = near.unscaled(x, inside.q, inside.k, power)
+  dq, dk = kernels.unscaled(x, inside.q, inside.k, power)
   dv = inside.v.astype(jnp.float32)
   rotation = saved.rotation
   pulls = kernels.pulls(x, inside.q, inside.k, rotation, power)

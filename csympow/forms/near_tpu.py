@@ -24,7 +24,6 @@ class Operands(NamedTuple):
   chunks: Chunks
   ends: Float[Array, "B H 2 n"]  # of the log gates' totals at each block's end, high and low
   q_exponent: Int[Array, "B T H g"]
-  exponent: Int[Array, "B T H"]
   top: Int[Array, "B H"]
 
 
@@ -57,8 +56,7 @@ def operands(x: near.Tokens, G: Total, power: int, chunk: int) -> Operands:
   block = pairs.block_size(x.k.shape[1])
   given, q_exponent, top = chunks(x, G, block)
   ends = jnp.stack([total[:, block - 1 :: block] for total in G], axis=1)
-  exponent = jnp.broadcast_to(top[:, None], x.k.shape[:3])
-  return Operands(given, jnp.moveaxis(ends, 3, 1), q_exponent, exponent, top)
+  return Operands(given, jnp.moveaxis(ends, 3, 1), q_exponent, top)
 
 
 def forward(x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interpret: Any) -> Outputs:
@@ -97,6 +95,14 @@ def pulls(
   """From the gradients by kernels, to which the factor p is missing."""
   q, k = vectors(x.chunks)
   return near.pulls_of(q, k, dq.reshape(q.shape), dk.reshape(k.shape), rotation, power)
+
+
+def unscaled(
+  x: Operands, dq: Float[Array, "B T Hq d"], dk: Float[Array, "B T H d"], power: int
+) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
+  """From the gradients by kernels those of rotated queries and keys."""
+  dq = dq.reshape(*x.q_exponent.shape, -1)
+  return power * dq * near.power_of_two(-x.q_exponent), power * dk * near.power_of_two(-x.top)[:, None]
 
 
 def vectors(x: Chunks) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H 1 d"]]:
