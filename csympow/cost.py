@@ -14,6 +14,8 @@ import jax
 
 from csympow.features import feature_dim
 from kernels_pallas.gpu.tiles import FRAME, STATE_WIDTH, TILE
+from kernels_pallas.tpu.pairs import block_size
+from kernels_pallas.tpu.shifts import LANES, largest_chunk
 
 type Form = Literal["attention", "chunked", "recurrent"]
 type Implementation = Literal["xla", "pallas"]
@@ -95,6 +97,9 @@ _KERNEL_FLOPS = 6.3e14
 _KERNEL_PASSES = 3
 _KERNEL_CHUNK = 1024
 _KERNEL_WITH_BACKWARD = {"attention": 4.6, "chunked": 3.0}
+# Of the kernels on TPU, which have been compiled and counted but never timed: 60 % of a v5e's peak.
+_TPU_KERNEL_FLOPS = 1.2e14
+_TPU_WITH_BACKWARD = {"attention": 4.5, "chunked": 3.5}  # by products: 2 forward; 7 and 5 backward
 
 
 def choose(
@@ -108,7 +113,9 @@ def choose(
   rates = DEVICES.get(device, DEVICES["cpu"])
   planners: dict[Implementation, dict[Form, Callable[[Shape, int | None, Device], Plan]]] = {
     "xla": {"attention": _attention, "chunked": _chunked, "recurrent": _recurrent},
-    "pallas": {"attention": _attention_kernels, "chunked": _chunked_kernels},
+    "pallas": {"attention": _attention_on_tpu, "chunked": _chunked_on_tpu}
+    if device == "tpu"
+    else {"attention": _attention_kernels, "chunked": _chunked_kernels},
   }
   if implementations is None:
     implementations = {"xla": ("attention", "chunked", "recurrent")}
@@ -140,15 +147,28 @@ def _attention(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
 
 def _attention_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   del chunk_size  # blocks have a size of their own
-  length = _round_up(shape.time, FRAME)
-  tile, (flops, _, _) = _tile(shape, length), _scores(shape, length, TILE)
+  rest = (_KERNEL_FLOPS, _KERNEL_WITH_BACKWARD["attention"])
+  return _attention_by_kernels(shape, device, _round_up(shape.time, FRAME), TILE, *rest)
+
+
+def _attention_on_tpu(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
+  del chunk_size  # blocks have a size of their own
+  block = block_size(shape.time)
+  rest = (_TPU_KERNEL_FLOPS, _TPU_WITH_BACKWARD["attention"])
+  return _attention_by_kernels(shape, device, _round_up(shape.time, block), block, *rest)
+
+
+def _attention_by_kernels(
+  shape: Shape, device: Device, length: int, block: int, rate: float, with_backward: float
+) -> Plan:
+  tile, (flops, _, _) = _tile(shape, length), _scores(shape, length, block)
   traffic = _KERNEL_PASSES * _inputs(shape, length)
-  seconds = flops / _KERNEL_FLOPS + traffic / device.bandwidth + 10 * device.latency
+  seconds = flops / rate + traffic / device.bandwidth + 10 * device.latency
   if shape.needs_state:
     more_flops, more_traffic, steps = _state(shape, length, tile)
     seconds += more_flops / device.flops + more_traffic / device.bandwidth + steps * device.latency
     flops, traffic = flops + more_flops, traffic + more_traffic
-  return Plan("attention", length, TILE, tile, flops, traffic, seconds, "pallas", _KERNEL_WITH_BACKWARD["attention"])
+  return Plan("attention", length, block, tile, flops, traffic, seconds, "pallas", with_backward)
 
 
 def _chunked_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
@@ -163,6 +183,18 @@ def _chunked_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Pl
   traffic = _KERNEL_PASSES * _inputs(shape, length) + 2 * states
   seconds = flops / _KERNEL_FLOPS + traffic / device.bandwidth + 30 * device.latency
   return Plan("chunked", chunk, TILE, chunk, flops, traffic, seconds, "pallas", _KERNEL_WITH_BACKWARD["chunked"])
+
+
+def _chunked_on_tpu(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
+  """P = 2. The state stays on the chip, with one feature for each product of two coordinates."""
+  group = shape.query_heads // shape.heads
+  chunk = chunk_size or min(largest_chunk(group), _round_up(shape.time, LANES))
+  length = _round_up(shape.time, chunk)
+  inside, _, _ = _scores(shape, chunk, LANES)
+  state = 2 * shape.batch * length * (shape.query_heads + shape.heads) * shape.features * shape.value_dim
+  flops, traffic = length // chunk * inside + state, _KERNEL_PASSES * _inputs(shape, length)
+  seconds = flops / _TPU_KERNEL_FLOPS + traffic / device.bandwidth + 10 * device.latency
+  return Plan("chunked", chunk, LANES, chunk, flops, traffic, seconds, "pallas", _TPU_WITH_BACKWARD["chunked"])
 
 
 def _inputs(shape: Shape, length: int) -> int:

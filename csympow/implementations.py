@@ -7,8 +7,10 @@ from jax.typing import DTypeLike
 
 from csympow import cost
 from kernels_pallas.gpu.tiles import FRAME, STATE_WIDTH, TILE
+from kernels_pallas.tpu.shifts import LANES, largest_chunk
 
 _WIDTHS = (32, 64, 128)
+_TPU_WIDTHS = (64, 128)
 _DTYPES = ("bfloat16", "float16")
 
 
@@ -39,10 +41,12 @@ def _why_no_kernel(
   """Why no Pallas kernel can serve a call, or None where one can."""
   if form == "recurrent":
     return "has no kernel for form='recurrent', only for 'attention' and 'chunked'"
-  if device != "gpu":
-    return f"has kernels for NVIDIA Hopper GPUs, and this call is for a {device}"
+  if device not in ("gpu", "tpu"):
+    return f"has kernels for NVIDIA Hopper GPUs and for TPUs, and this call is for a {device}"
   if (dtype_name := jax.dtypes.canonicalize_dtype(dtype).name) not in _DTYPES:
     return f"has kernels for {' and '.join(_DTYPES)}, got {dtype_name}"
+  if device == "tpu":
+    return _why_none_on_tpu(shape, form, chunk_size)
   wide = (shape.head_dim, shape.value_dim)
   if not set(wide) <= set(_WIDTHS):
     return f"has kernels for head dims d and dv of 32, 64 and 128, got d={wide[0]} and dv={wide[1]}"
@@ -60,6 +64,24 @@ def _why_no_kernel(
       return f"has kernels for form='chunked' with a chunk_size of whole {FRAME}s, got chunk_size={chunk_size}"
   if not _hopper():
     return "has kernels for NVIDIA Hopper GPUs (compute capability 9.0), and this is another"
+  return None
+
+
+def _why_none_on_tpu(shape: cost.Shape, form: cost.Form, chunk_size: int | None) -> str | None:
+  if not {shape.head_dim, shape.value_dim} <= set(_TPU_WIDTHS):
+    return f"has kernels for TPUs with d and dv of 64 and 128, got d={shape.head_dim} and dv={shape.value_dim}"
+  if form == "attention":
+    if chunk_size is not None:
+      return f"has attention kernels for TPUs whose blocks have a size of their own, got chunk_size={chunk_size}"
+    return None
+  if shape.power != 2:
+    return f"has kernels for form='chunked' at power=2, got power={shape.power}"
+  group = shape.query_heads // shape.heads
+  largest = largest_chunk(group)
+  if not largest:
+    return f"has kernels for form='chunked' on TPUs with at most 32 queries for each key, got {group}"
+  if chunk_size is not None and (chunk_size % LANES or chunk_size > largest):
+    return f"has kernels for TPUs with a chunk_size of whole {LANES}s up to {largest}, got chunk_size={chunk_size}"
   return None
 
 

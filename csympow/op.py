@@ -14,7 +14,7 @@ from csympow import cost, implementations, rotation, validation
 from csympow.checks import validated
 from csympow.cost import Implementation
 from csympow.features import feature_dim
-from csympow.forms import chunked, fused, fused_chunked, near, recurrent
+from csympow.forms import carried, chunked, fused, fused_chunked, near, recurrent
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.gates import effective_log_gate
@@ -69,8 +69,8 @@ def attention(
     form: "attention" (quadratic), "chunked" (linear), "recurrent" (token by token), or "auto" for the cheapest; see
       `explain`.
     chunk_size: tokens in a chunk, in the attention form in a block of keys, in the recurrent form between the states
-      kept for the backward pass; None to choose. The attention kernels have blocks of 128, and
-      the chunked ones chunks of whole 256s; with another size they are not taken.
+      kept for the backward pass; None to choose. The attention kernels have blocks of their own, the chunked ones
+      chunks of whole 256s on GPU and of whole 128s, at most 512, on TPU; with another size they are not taken.
     implementation: "xla", "pallas", or None for the fastest that this call can have.
 
   Returns:
@@ -325,7 +325,7 @@ def _settings(power: int, plan: cost.Plan, dtype: DTypeLike) -> Settings:
   not as few as 8 bits: powers and gradients multiply the rounding of a product's operands.
   """
   precision = jax.config.jax_default_matmul_precision or "highest" if dtype == jnp.float32 else "high"
-  return Settings(power, plan.chunk, plan.block, plan.tile, precision)
+  return Settings(power, plan.chunk, plan.block, plan.tile, precision, chip=cost.platform())
 
 
 # Compiled, so that calls outside of jit need not trace and compile their loops anew each time.
@@ -359,11 +359,13 @@ def _attend(
     y, memory = recurrent.attend(queries, keys, values, gates, x.memory, settings.power, settings.chunk)
   elif kernels and form == "chunked":
     rotation = near.padded(x.rotation, padding, keys.shape[-1])
-    y, memory = fused_chunked.attend(
+    by_kernels = carried.attend if settings.chip == "tpu" else fused_chunked.attend
+    y, memory = by_kernels(
       near.Tokens(queries, keys, values, gates, rotation), x.memory, settings, q.dtype, return_state
     )
   elif kernels:
-    queries, keys, values = _equally_wide(queries, keys, values)
+    if settings.chip == "gpu":
+      queries, keys, values = _equally_wide(queries, keys, values)
     rotation = near.padded(x.rotation, padding, keys.shape[-1])
     y, memory = fused.attend(
       near.Tokens(queries, keys, values, gates, rotation), x.memory, settings, q.dtype, return_state

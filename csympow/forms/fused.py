@@ -1,10 +1,10 @@
-"""The attention form by Pallas kernels: the same function as `chunked.attend` with one chunk, for NVIDIA Hopper.
+"""The attention form by Pallas kernels: the same function as `chunked.attend` with one chunk.
 
 The part that a state plays is XLA's.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +13,21 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from csympow import gates
-from csympow.forms import attention, near
+from csympow.forms import attention, near, near_tpu
 from csympow.forms.chunked import Sequence, finish, inputs_of, normalised_backward
 from csympow.forms.memory import Memory, Written, discounted, empty, inner, read, read_backward, write, write_backward
 from csympow.forms.spans import Inputs, Settings, Sums, for_each, heads_first, over_normaliser, time_first
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import attention_forward
 
+_KERNELS: dict[str, Any] = {"gpu": near, "tpu": near_tpu}
+
 
 class _Saved(NamedTuple):
   """What the backward pass needs."""
 
   sequence: Sequence | None  # only where there is a state
-  operands: near.Operands
+  operands: Any  # of the chip's kernels
   rotation: near.Rotation | None
   memory: Memory | None
   final: Memory | None
@@ -40,7 +42,7 @@ def attend(
   dtype: DTypeLike,
   return_memory: bool,
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
-  """`chunked.attend` with y in `dtype`; T is a multiple of FRAME, d and dv are 32, 64 or 128."""
+  """`chunked.attend` with y in `dtype`; T is whole frames or blocks, as the chip's kernels have them."""
   return _forward(x, memory, settings, dtype, return_memory, save=False)[0]
 
 
@@ -54,12 +56,11 @@ def _forward(
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved]:
   q, k, v, log_gate, rotation = tokens
   G = lax.optimization_barrier(prefix_sum(log_gate))
-  x = near.operands(tokens, G, settings.power, settings.chunk)
+  kernels = _KERNELS[settings.chip]
+  x = kernels.operands(tokens, G, settings.power, settings.chunk)
   stateful = memory is not None or return_memory
-  high, low, normaliser = attention_forward.forward(
-    x.q,
-    x.keys,
-    x.v,
+  high, low, normaliser = kernels.forward(
+    x,
     power=settings.power,
     dtype=jnp.float32 if stateful else dtype,
     save_low=save and not stateful,
@@ -98,11 +99,12 @@ def _backward(
 ) -> tuple[near.Tokens, Memory | None]:
   del return_memory
   (dy, dfinal), x, power = cotangents, saved.operands, settings.power
-  inside = near.backward(x, near.cotangents(saved.y, dy), power, settings.interpret)
-  dq, dk = near.unscaled(x, inside.q, inside.k, power)
+  kernels = _KERNELS[settings.chip]
+  inside = kernels.backward(x, near.cotangents(saved.y, dy), power, settings.interpret)
+  dq, dk = kernels.unscaled(x, inside.q, inside.k, power)
   dv = inside.v.astype(jnp.float32)
   rotation = saved.rotation
-  pulls = near.pulls(x, inside.q, inside.k, rotation, power)
+  pulls = kernels.pulls(x, inside.q, inside.k, rotation, power)
   dG, dturns = jnp.add(*pulls.G), jnp.add(*pulls.turns)
   if saved.sequence is None:
     dtokens = near.Tokens(dq, dk, dv, prefix_sum(dG, reverse=True).hi, _by_turns(rotation, dturns, pulls.total))
@@ -156,17 +158,17 @@ def _span(x: Sequence) -> tuple[Inputs, gates.Decay]:
   return inputs, gates.decay(inputs.G, Total(*(jnp.zeros_like(x[..., :1, :]) for x in inputs.G)))
 
 
-def _in_full(normaliser: Float[Array, "B Hq T"], x: near.Operands, power: int) -> Float[Array, "B H g T 1"]:
+def _in_full(normaliser: Float[Array, "B Hq T"], x: Any, power: int) -> Float[Array, "B H g T 1"]:
   """The normaliser as the state counts it."""
   scale = _scale(x, power)
   return normaliser.reshape(scale.shape) * scale
 
 
-def _in_kernels_scale(normaliser: Float[Array, "B H g T 1"], x: near.Operands, power: int) -> Float[Array, "B Hq T"]:
+def _in_kernels_scale(normaliser: Float[Array, "B H g T 1"], x: Any, power: int) -> Float[Array, "B Hq T"]:
   """The inverse of `_in_full`."""
   return (normaliser / _scale(x, power)).reshape(normaliser.shape[0], -1, normaliser.shape[-2])
 
 
-def _scale(x: near.Operands, power: int) -> Float[Array, "B H g T 1"]:
+def _scale(x: Any, power: int) -> Float[Array, "B H g T 1"]:
   """What the kernels' weights were divided by."""
   return heads_first(near.power_of_two(power * (x.q_exponent + x.top[:, None, :, None])))

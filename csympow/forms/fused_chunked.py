@@ -128,7 +128,7 @@ def _backward(
   f = _folded(x, saved.G, settings.chunk)
   scale = _scale(x)
   if dfinal is not None:
-    dfinal = Full(_symmetric(dfinal.S) * scale[..., None], _symmetric(dfinal.Z) * scale)
+    dfinal = Full(symmetric(dfinal.S) * scale[..., None], symmetric(dfinal.Z) * scale)
 
   # Of what was read of the state, discounted: of the numerator, and of the normaliser.
   inverse = jnp.where(saved.heard, given.inverse, 0.0) * f.since_start
@@ -157,12 +157,12 @@ def _backward(
   assert dS.inner is not None
   ends = _at_ends(saved, dS.inner, dZ, dfinal, Full(dS.final, dinitial_Z))
   pulls = near.pulls(x, dq, dk, saved.rotation, settings.power)
-  dlog_gate = prefix_sum(_anchored(pulls.G, -ends.pulled), reverse=True).hi + ends.pulled[:, -1:]
+  dlog_gate = prefix_sum(anchored(pulls.G, -ends.pulled), reverse=True).hi + ends.pulled[:, -1:]
   drotation = None
   if (rotation := saved.rotation) is not None and pulls.total is not None:
     drotation = near.Rotation(
-      turns=_anchored(pulls.turns, ends.turned),
-      total=_anchored(pulls.total, jnp.sum(ends.turned * rotation.rates, axis=-1) / (2 * jnp.pi)),
+      turns=anchored(pulls.turns, ends.turned),
+      total=anchored(pulls.total, jnp.sum(ends.turned * rotation.rates, axis=-1) / (2 * jnp.pi)),
       rates=jnp.zeros_like(rotation.rates),
     )
 
@@ -267,7 +267,7 @@ def _at_ends(
   return _Ends(jnp.sum(ends[..., 0], axis=-1), 4 * jnp.pi * (odd - even))
 
 
-def _anchored(
+def anchored(
   parts: tuple[Float[Array, "B T H *r"], ...], ends: Float[Array, "B ends H *r"]
 ) -> Float[Array, "B T H *r"]:
   """The sum of the parts, such that over a chunk it is the difference of the `ends`.
@@ -278,6 +278,8 @@ def _anchored(
   parts = tuple(x.reshape(x.shape[0], ends.shape[1] - 1, -1, *x.shape[2:]) for x in parts)
   x = sum(parts[1:], parts[0])
   share = sum(part * part for part in parts) + SMALLEST
+  if x.ndim == 5:  # alike for all of a token's pairs of coordinates: the sum of one can be small by chance
+    share = jnp.mean(share, axis=-1, keepdims=True)
   missing = (ends[:, 1:] - ends[:, :-1]) - jnp.sum(x, axis=2)
   x = x + missing[:, :, None] * share / jnp.sum(share, axis=2, keepdims=True)
   return x.reshape(x.shape[0], -1, *x.shape[3:])
@@ -305,7 +307,8 @@ def _features(full: Full, head_dim: int, value_dim: int) -> Memory:
   return Memory(features(jnp.swapaxes(full.S, -1, -2))[..., :value_dim], features(full.Z[..., None]))
 
 
-def _symmetric(x: Float[Array, "B H d *dv d"]) -> Float[Array, "B H d *dv d"]:
+def symmetric(x: Float[Array, "B H d *dv d"]) -> Float[Array, "B H d *dv d"]:
+  """The symmetric part."""
   return (x + jnp.swapaxes(x, 2, -1)) / 2
 
 

@@ -85,12 +85,7 @@ def operands(x: Tokens, G: Total, power: int, chunk: int) -> Operands:
   """Operands of attention inside chunks of whole frames."""
   q, k, v, _, rotation = x
   batch, time, heads, head_dim = k.shape
-  q_exponent, exponent = _exponent(q), _exponent(k)
-  # Of no key there is no length, nor of one that is no number.
-  top = jnp.max(jnp.where(exponent > _LARGEST, _LEAST, exponent), axis=1)
-  room = 0 if rotation is None else 1  # a rotation can make a coordinate larger, though not twice as large
-  q_exponent, top = (jnp.where(x == _LEAST, 0, x + room) for x in (q_exponent, top))
-  exponent = exponent + room
+  q_exponent, exponent, top = exponents(x)
   log_scale = (power * (exponent - top[:, None])).astype(jnp.float32)
 
   def frames(x: Float[Array, "B T H"]) -> Float[Array, "B n t H"]:
@@ -129,6 +124,16 @@ def operands(x: Tokens, G: Total, power: int, chunk: int) -> Operands:
   )
 
 
+def exponents(x: Tokens) -> tuple[Int[Array, "B T H g"], Int[Array, "B T H"], Int[Array, "B H"]]:
+  """Of queries, of keys, and of the longest key of each head."""
+  q_exponent, exponent = _exponent(x.q), _exponent(x.k)
+  # Of no key there is no length, nor of one that is no number.
+  top = jnp.max(jnp.where(exponent > _LARGEST, _LEAST, exponent), axis=1)
+  room = 0 if x.rotation is None else 1  # a rotation can make a coordinate larger, though not twice as large
+  q_exponent, top = (jnp.where(x == _LEAST, 0, x + room) for x in (q_exponent, top))
+  return q_exponent, exponent + room, top
+
+
 def _visible(before: Total, end: Total, in_chunk: int) -> tuple[Int[Array, "B n H"], Int[Array, "B n H"]]:
   """Of each frame: the earliest of its chunk's frames that it can see, and the latest that can see it."""
   batch, count, _, heads = end.hi.shape
@@ -143,6 +148,12 @@ def _visible(before: Total, end: Total, in_chunk: int) -> tuple[Int[Array, "B n 
   first = start + jnp.sum(invisible, axis=3, dtype=jnp.int32)
   last = start + in_chunk - 1 - jnp.sum(invisible, axis=2, dtype=jnp.int32)
   return first.reshape(batch, count, heads), last.reshape(batch, count, heads)
+
+
+def forward(x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interpret: Any) -> attention_forward.Outputs:
+  """What each query gathers."""
+  how: dict[str, Any] = {"power": power, "dtype": dtype, "save_low": save_low, "interpret": interpret}
+  return attention_forward.forward(x.q, x.keys, x.v, **how)
 
 
 class Cotangents(NamedTuple):
@@ -185,6 +196,18 @@ def pulls(
   """From the gradients by kernels, to which the factor p is missing."""
   shape = (*x.q_exponent.shape[:3], -1, dq.shape[-1])
   q, k, dq, dk = (a.reshape(shape) for a in (rounded(x.q, BFLOAT16), rounded(x.keys.plain, BFLOAT16), dq, dk))
+  return pulls_of(q, k, dq, dk, rotation, power)
+
+
+def pulls_of(
+  q: Float[Array, "B T H g d"],
+  k: Float[Array, "B T H 1 d"],
+  dq: Float[Array, "B T H g d"],
+  dk: Float[Array, "B T H 1 d"],
+  rotation: Rotation | None,
+  power: int,
+) -> Pulls:
+  """From queries and keys as the kernels had them, and their gradients but for the factor p."""
   turns, total = (torque(power * q, dq), torque(power * k, dk)), None
   if rotation is not None:  # sums of the same form as the gates', which XLA can do together with them
     speed = jnp.repeat(rotation.rates * (power / (2 * jnp.pi)), 2)

@@ -32,6 +32,7 @@ class Settings(NamedTuple):
   block: int  # tokens in a block of scores
   tile: int  # tokens whose features are expanded at once
   precision: str | None  # of matrix products, as jax.lax.Precision names it; None for the caller's default
+  chip: str = "gpu"  # whose kernels, if any
   interpret: Any = None  # how to run kernels where there is no chip for them, as Pallas takes it
 
 

@@ -1,0 +1,220 @@
+"""The chunked form by Pallas kernels for TPUs, p = 2: the same function as `chunked.attend`.
+
+A kernel carries the state from chunk to chunk in the chip's own memory, where features stand in the order of cyclic
+shifts: the same products of two coordinates as in `csympow.features`, in another order and without their weights.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from csympow.features import pairs
+from csympow.forms import near, near_tpu
+from csympow.forms.fused_chunked import anchored, symmetric
+from csympow.forms.memory import Memory
+from csympow.forms.near_tpu import time_first, vectors
+from csympow.forms.spans import Settings
+from csympow.prefix import prefix_sum
+from kernels_pallas.tpu import chunked_backward, chunked_forward
+from kernels_pallas.tpu.chunked_forward import SMALLEST
+from kernels_pallas.tpu.shifts import Chunks, State, on_chip
+
+_STRETCHES = 8  # into which time is cut for the sums that gradients must come to, at most
+
+
+class _Scales(NamedTuple):
+  """What queries and keys were divided by, as powers of two."""
+
+  q: Int[Array, "B T H g"]
+  top: Int[Array, "B H"]
+
+
+class _Saved(NamedTuple):
+  """What the backward pass needs."""
+
+  chunks: Chunks
+  scales: _Scales
+  rotation: near.Rotation | None
+  initial: State | None
+  final: State | None
+  y: chunked_forward.Outputs
+
+
+def attend(
+  x: near.Tokens,
+  memory: Memory | None,
+  settings: Settings,
+  dtype: DTypeLike,
+  return_memory: bool,
+) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
+  """`chunked.attend` with y in `dtype`. Chunks are whole tiles, d and dv are 64 or 128."""
+  assert settings.power == 2
+  initial = None if memory is None else _by_shifts(memory, x.k.shape[-1])
+  y, final = _attend(x, initial, settings, dtype, return_memory)
+  return y, None if final is None else _features(final)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _attend(
+  x: near.Tokens, initial: State | None, settings: Settings, dtype: DTypeLike, return_final: bool
+) -> tuple[Float[Array, "B T H g dv"], State | None]:
+  return _forward(x, initial, settings, dtype, return_final)[0]
+
+
+def _forward(
+  tokens: near.Tokens, initial: State | None, settings: Settings, dtype: DTypeLike, return_final: bool
+) -> tuple[tuple[Float[Array, "B T H g dv"], State | None], _Saved]:
+  G = lax.optimization_barrier(prefix_sum(tokens.log_gate))
+  chunks, *exponents = near_tpu.chunks(tokens, G, settings.chunk)
+  scales = _Scales(*exponents)
+  scale = _scale(scales)
+  if initial is not None:
+    initial = State(initial.S / scale, initial.Z / scale)
+  forward = functools.partial(chunked_forward.forward, return_final=return_final)
+  y, final = on_chip(forward, settings.interpret, chunks, initial)
+  result = None if final is None else State(final.S * scale, final.Z * scale)
+  saved = _Saved(chunks, scales, tokens.rotation, initial, final, y)
+  return (time_first(y.y).astype(dtype), result), saved
+
+
+def _backward(
+  settings: Settings,
+  dtype: DTypeLike,
+  return_final: bool,
+  saved: _Saved,
+  cotangents: tuple[Float[Array, "B T H g dv"], State | None],
+) -> tuple[near.Tokens, State | None]:
+  del return_final
+  (dy, dfinal), x, scale = cotangents, saved.chunks, _scale(saved.scales)
+  rows = _rows(saved, dy)
+  weight = _weights(x.k.shape[2])
+  if dfinal is not None:
+    dfinal = State(dfinal.S * scale / weight, symmetric(dfinal.Z) * scale)
+  count = x.across.shape[-1]
+  stretch = next(n for n in range(-(-count // _STRETCHES), count + 1) if count % n == 0)
+
+  queries = functools.partial(chunked_backward.queries, stretch=stretch)
+  keys = functools.partial(chunked_backward.keys, stretch=stretch)
+  q_far, found = on_chip(queries, settings.interpret, x, rows, saved.initial)
+  inside, dfound, dinitial = on_chip(keys, settings.interpret, x, rows, dfinal)
+
+  dq, dk = time_first(inside.q + q_far) / 2, time_first(inside.k[:, :, None]) / 2  # without the factor p
+  dv = time_first(inside.v[:, :, None])[..., 0, :]
+  ends = _joined(saved, found, dfound, dfinal, dinitial)
+  pulls, pulled = near.pulls_of(*vectors(x), dq, dk, saved.rotation, power=2), _pulled(ends, weight)
+  dlog_gate = prefix_sum(anchored(pulls.G, -pulled), reverse=True).hi + pulled[:, -1:]
+  drotation = None
+  if (rotation := saved.rotation) is not None and pulls.total is not None:
+    turned = _turned(ends, x.k.shape[2])
+    drotation = near.Rotation(
+      turns=anchored(pulls.turns, turned),
+      total=anchored(pulls.total, jnp.sum(turned * rotation.rates, axis=-1) / (2 * jnp.pi)),
+      rates=jnp.zeros_like(rotation.rates),
+    )
+
+  dq = 2 * dq * near.power_of_two(-saved.scales.q)
+  dk = 2 * dk[..., 0, :] * near.power_of_two(-saved.scales.top)[:, None]
+  dtokens = near.Tokens(dq, dk, dv, dlog_gate, drotation)
+  if saved.initial is None:
+    return near.before_rotation(dtokens, rotation, dtype), None
+  return near.before_rotation(dtokens, rotation, jnp.float32), State(dinitial.S * weight / scale, dinitial.Z / scale)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _rows(saved: _Saved, dy: Float[Array, "B T H g dv"]) -> chunked_backward.Rows:
+  y, normaliser, heard = saved.y
+  found = ~(normaliser <= SMALLEST)  # NaN is no empty row
+  inverse = jnp.where(found, 1 / jnp.where(found, normaliser, 1.0), 0.0)
+  rounded = near.rounded(jnp.moveaxis(dy, 1, -1), near.BFLOAT16)
+  return chunked_backward.Rows(
+    dy=rounded.astype(jnp.bfloat16),
+    inverse=inverse,
+    far=inverse * heard * jnp.exp2(saved.chunks.gate)[:, :, None],
+    delta=jnp.sum(rounded * y, axis=3, keepdims=True),
+  )
+
+
+def _scale(x: _Scales) -> Float[Array, "B H 1 1"]:
+  """What the kernels' states were divided by: a number, whatever the keys are."""
+  return near.power_of_two(jnp.clip(2 * x.top, -126, 126))[..., None]
+
+
+class _Ends(NamedTuple):
+  """Before the first stretch of time, between two, and after the last: the state and its cotangent."""
+
+  state: State  # B H ends ...
+  dstate: State
+
+
+def _joined(saved: _Saved, found: State, dfound: State, dfinal: State | None, dinitial: State) -> _Ends:
+  def ends(first: State, between: State, last: State | None) -> State:
+    none = jax.tree.map(jnp.zeros_like, first)
+    parts = zip(first, between, none if last is None else last, strict=True)
+    return State(*(jnp.concatenate([a[:, :, None], b, c[:, :, None]], axis=2) for a, b, c in parts))
+
+  first = State(*(x[:, :, 0] for x in found))
+  return _Ends(
+    ends(first, State(*(x[:, :, 1:] for x in found)), saved.final),
+    ends(dinitial, State(*(x[:, :, :-1] for x in dfound)), dfinal),
+  )
+
+
+def _pulled(x: _Ends, weight: Float[Array, "D 1"]) -> Float[Array, "B ends H"]:
+  """How strongly all gates on one side of a state are pulled: the inner product with its cotangent."""
+  pulls = jnp.sum(x.state.S * x.dstate.S * weight, axis=(-2, -1)) + jnp.sum(x.state.Z * x.dstate.Z, axis=(-2, -1))
+  return jnp.moveaxis(pulls, 1, 2)
+
+
+def _turned(x: _Ends, head_dim: int) -> Float[Array, "B ends H r"]:
+  """The same inner product with the state rotated by the turns of each pair of coordinates."""
+  place = _place(head_dim)
+
+  def at_one(x: _Ends) -> Float[Array, "B H r"]:
+    def turned(a: Array, b: Array) -> Float[Array, "B H r"]:
+      return jnp.sum(a[:, :, 0::2] * b[:, :, 1::2] - a[:, :, 1::2] * b[:, :, 0::2], axis=tuple(range(3, a.ndim)))
+
+    return turned(x.state.S[:, :, place], x.dstate.S[:, :, place]) + turned(x.state.Z, x.dstate.Z)
+
+  by_end = lax.map(at_one, jax.tree.map(lambda a: jnp.moveaxis(a, 2, 0), x))  # all of one state's products at a time
+  return 4 * jnp.pi * jnp.moveaxis(by_end, 0, 1)
+
+
+@functools.cache
+def _place(head_dim: int) -> np.ndarray:
+  """Where the product of two coordinates stands in the order of shifts."""
+  place = np.empty((head_dim, head_dim), np.int32)
+  half = head_dim // 2
+  shift, first = np.divmod(np.arange(head_dim * (head_dim + 1) // 2), head_dim)
+  second = (first + shift) % head_dim
+  assert shift[-1] == half
+  place[first, second] = place[second, first] = np.arange(len(first))
+  return place
+
+
+def _weights(head_dim: int) -> Float[Array, "D 1"]:
+  """How often each product occurs in (q . k) ** 2."""
+  return jnp.where(jnp.arange(head_dim * (head_dim + 1) // 2) < head_dim, 1.0, 2.0)[:, None]
+
+
+def _by_shifts(memory: Memory, head_dim: int) -> State:
+  first, second, weight = pairs(head_dim)
+  place = _place(head_dim)
+  order = np.argsort(place[first, second])
+  S, Z = (x / weight.astype(np.float32)[:, None] for x in memory)
+  return State(S[:, :, order], Z[:, :, order][:, :, place, 0])
+
+
+def _features(state: State) -> Memory:
+  """The inverse of `_by_shifts`."""
+  first, second, weight = pairs(state.Z.shape[-1])
+  weight = weight.astype(np.float32)[:, None]
+  S = state.S[:, :, _place(state.Z.shape[-1])[first, second]]
+  return Memory(S * weight, state.Z[:, :, first, second][..., None] * weight)

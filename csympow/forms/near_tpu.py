@@ -1,0 +1,115 @@
+"""What surrounds the attention kernels for TPUs: `near` with time last, and bfloat16 for everything.
+
+bfloat16 has float32's range, so keys need no exponents of their own, only that of the longest of their head.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from csympow.forms import near
+from csympow.prefix import Total
+from kernels_pallas.gpu.attention_backward import Gradients
+from kernels_pallas.gpu.attention_forward import Outputs
+from kernels_pallas.gpu.tiles import LOG2E
+from kernels_pallas.tpu import attention_backward, attention_forward, pairs
+from kernels_pallas.tpu.shifts import Chunks, on_chip
+
+
+class Operands(NamedTuple):
+  """What the kernels are given, and how it was scaled: queries and keys were divided by 2 to their exponents."""
+
+  chunks: Chunks
+  ends: Float[Array, "B H 2 n"]  # of the log gates' totals at each block's end, high and low
+  q_exponent: Int[Array, "B T H g"]
+  top: Int[Array, "B H"]
+
+
+def chunks(x: near.Tokens, G: Total, size: int) -> tuple[Chunks, Int[Array, "B T H g"], Int[Array, "B H"]]:
+  """The kernels' inputs, with gates counted from the start of each `size` tokens; queries' and keys' exponents."""
+  q_exponent, _, top = near.exponents(x)
+  q, k = near.rotated(x.q * near.power_of_two(-q_exponent), x.k * near.power_of_two(-top)[:, None], x.rotation)
+  G, before, end = near.spans(G, size)
+
+  def row(a: Float[Array, "B n t H"]) -> Float[Array, "B H 1 T"]:
+    return jnp.moveaxis(a.reshape(a.shape[0], 1, -1, a.shape[-1]), -1, 1)
+
+  return (
+    Chunks(
+      q=jnp.moveaxis(q.astype(jnp.bfloat16), 1, -1),
+      k=jnp.moveaxis(k.astype(jnp.bfloat16), 1, -1),
+      v=jnp.moveaxis(x.v.astype(jnp.bfloat16), 1, -1),
+      gate=row((G - before) * LOG2E),
+      until=row(jnp.exp(end - G)),
+      across=jnp.moveaxis(jnp.exp(end - before), 1, -1).swapaxes(1, 2),
+    ),
+    q_exponent,
+    top,
+  )
+
+
+def operands(x: near.Tokens, G: Total, power: int, chunk: int) -> Operands:
+  """Operands of attention over whole blocks."""
+  del power, chunk
+  block = pairs.block_size(x.k.shape[1])
+  given, q_exponent, top = chunks(x, G, block)
+  ends = jnp.stack([total[:, block - 1 :: block] for total in G], axis=1)
+  return Operands(given, jnp.moveaxis(ends, 3, 1), q_exponent, top)
+
+
+def forward(x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interpret: Any) -> Outputs:
+  """What each query gathers."""
+  by_kernel = on_chip(lambda x, **how: attention_forward.forward(x, power=power, **how), interpret, x.chunks)
+  batch, _, _, _, time = by_kernel.y.shape
+  y = time_first(by_kernel.y).reshape(batch, time, -1, by_kernel.y.shape[3])
+  high = y.astype(dtype)
+  low = (y - high.astype(jnp.float32)).astype(jnp.bfloat16) if save_low else None
+  return Outputs(high, low, by_kernel.normaliser.reshape(batch, -1, time))
+
+
+def backward(x: Operands, given: near.Cotangents, power: int, interpret: Any) -> Gradients:
+  """The gradients by all pairs, in the op's layout, but for the factor p."""
+  batch, heads, group, _, time = x.chunks.q.shape
+
+  def rows(a: Float[Array, "B Hq T"]) -> Float[Array, "B H g 1 T"]:
+    return a.reshape(batch, heads, group, 1, time)
+
+  dy = jnp.moveaxis(given.dy.reshape(batch, time, heads, group, -1), 1, -1)
+  found = attention_backward.Rows(dy, rows(given.inverse), rows(given.delta))
+  by_kernel = on_chip(
+    lambda *x, **how: attention_backward.backward(*x, power=power, **how), interpret, x.chunks, found, x.ends
+  )
+  dq = time_first(by_kernel.q).reshape(batch, time, heads * group, -1)
+  return Gradients(dq, *(jnp.moveaxis(a, -1, 1) for a in by_kernel[1:]))
+
+
+def pulls(
+  x: Operands,
+  dq: Float[Array, "B T Hq d"],
+  dk: Float[Array, "B T H d"],
+  rotation: near.Rotation | None,
+  power: int,
+) -> near.Pulls:
+  """From the gradients by kernels, to which the factor p is missing."""
+  q, k = vectors(x.chunks)
+  return near.pulls_of(q, k, dq.reshape(q.shape), dk.reshape(k.shape), rotation, power)
+
+
+def unscaled(
+  x: Operands, dq: Float[Array, "B T Hq d"], dk: Float[Array, "B T H d"], power: int
+) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
+  """From the gradients by kernels those of rotated queries and keys."""
+  dq = dq.reshape(*x.q_exponent.shape, -1)
+  return power * dq * near.power_of_two(-x.q_exponent), power * dk * near.power_of_two(-x.top)[:, None]
+
+
+def vectors(x: Chunks) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H 1 d"]]:
+  """Queries and keys as the kernels have them."""
+  return time_first(x.q).astype(jnp.float32), time_first(x.k[:, :, None]).astype(jnp.float32)
+
+
+def time_first(x: Float[Array, "B H g d T"]) -> Float[Array, "B T H g d"]:
+  """From the kernels' layout to the op's."""
+  return jnp.moveaxis(x, -1, 1)

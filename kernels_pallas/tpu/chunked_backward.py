@@ -1,0 +1,300 @@
+"""The chunked form's backward pass on TPU, p = 2: two kernels, whose states never leave the chip but for a few copies.
+
+`queries` walks the chunks as the forward pass does, computing the states again, for what queries get through them:
+
+    dq_i <- phi'(q_i)^T (w S dn_i) + 2 dz_i Z q_i         dn, dz: cotangents of numerator and normaliser, discounted
+
+`keys` walks them backwards with the cotangents of the states, and takes the pairs inside each chunk along:
+
+    dS_f <- b dS_f + sum_i phi_f(q_i) dn_i                dZ <- b dZ + sum_i dz_i q_i q_i^T
+    dv_j <- b_j (w dS)^T phi(k_j)                         dk_j <- b_j phi'(k_j)^T (w dS v_j) + 2 b_j dZ k_j
+
+Every few chunks both leave a copy of what they carry: the inner product of a state and its cotangent is what a sum of
+gradients over all tokens before it must come to.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, BFloat16, Float
+
+from kernels_pallas.tpu import shifts
+from kernels_pallas.tpu.shifts import LANES, NT, Carried, Chunks, Shifts, State, dot, tile
+
+
+class Rows(NamedTuple):
+  """What the queries bring to the backward pass."""
+
+  dy: BFloat16[Array, "B H g dv T"]
+  inverse: Float[Array, "B H g 1 T"]  # 1 / normaliser
+  far: Float[Array, "B H g 1 T"]  # the same, discounted since the chunk began, or 0 where the state was not heard
+  delta: Float[Array, "B H g 1 T"]  # dy . y
+
+
+class Gradients(NamedTuple):
+  """Cotangents; those of queries without what comes through states."""
+
+  q: Float[Array, "B H g d T"]
+  k: Float[Array, "B H d T"]
+  v: Float[Array, "B H dv T"]
+
+
+def queries(
+  x: Chunks, rows: Rows, initial: State | None, stretch: int, *, interpret: Any = None
+) -> tuple[Float[Array, "B H g d T"], State]:
+  """What queries get through states, and the states that each `stretch` of chunks finds."""
+  batch, heads, group, head_dim, time = x.q.shape
+  value_dim, count = x.v.shape[2], x.across.shape[-1]
+  chunk = time // count
+  tiles = chunk // LANES
+
+  def kernel(q_ref, k_ref, v_ref, gate_ref, until_ref, across_ref, dy_ref, far_ref, delta_ref, *more):
+    del gate_ref
+    refs = list(more)
+    initial_refs = None if initial is None else (refs.pop(0), refs.pop(0))
+    dq_ref, *kept_refs = (refs.pop(0) for _ in range(3))
+    keys, queries, sums, cotangents, discounted, found = refs[3:]
+    carried = Carried(*refs[:3])
+    S, Z = carried[:2]
+    *place, n = (pl.program_id(axis) for axis in range(3))
+
+    @pl.when(n == 0)
+    def _():
+      shifts.begin(carried, initial_refs, (*place,))
+
+    @pl.when(lax.rem(n, jnp.int32(stretch)) == 0)
+    def _():
+      shifts.keep(carried, (kept_refs[0], kept_refs[1]), (*place, lax.div(n, jnp.int32(stretch))))
+
+    for t in range(tiles):
+      shifts.double(keys, t, k_ref[0, 0, :, tile(t)])
+
+    def prepare(g):
+      for t in range(tiles):
+        at = g * tiles + t
+        shifts.double(queries, at, q_ref[0, 0, g, :, tile(t)])
+        cotangents[at] = _discounted(dy_ref[0, 0, g, :, tile(t)], far_ref[0, 0, g, :, tile(t)])
+        sums[at] = jnp.zeros_like(sums[at])
+
+    shifts.for_all_groups(group, prepare)
+    decay = across_ref[0, 0, 0, n]
+    discounted[...] = _discounted(v_ref[0, 0], until_ref[0, 0])
+
+    def visit(turn: Shifts) -> None:
+      found[: turn.size] = turn.weighted(S[turn.rows]).astype(jnp.bfloat16)
+
+      def read(g):
+        for n in (g * tiles + t for t in range(tiles)):
+          turn.add_transposed(sums, queries, n, found, cotangents[n])
+
+      shifts.for_all_groups(group, read)
+      for part in turn.parts(256):
+        S[part.rows] = S[part.rows] * decay + dot(part.all_features(keys, range(tiles)), discounted[...], NT)
+
+    shifts.for_all_shifts(head_dim, visit)
+    high, low = shifts.pieces(Z[...])
+
+    def finish(g):
+      for t in range(tiles):
+        q = q_ref[0, 0, g, :, tile(t)]
+        normaliser = -delta_ref[0, 0, g, :, tile(t)] * far_ref[0, 0, g, :, tile(t)]
+        towards = 2 * normaliser * (dot(high, q) + dot(low, q))
+        dq_ref[0, 0, g, :, tile(t)] = shifts.folded(sums, g * tiles + t, head_dim) + towards
+
+    shifts.for_all_groups(group, finish)
+    shifts.add_gram(Z, decay, k_ref[0, 0], until_ref[0, 0])
+
+  shape = shifts.vary_as(x.q)
+  dq, *kept = pl.pallas_call(
+    kernel,
+    grid=(batch, heads, count),
+    in_specs=[
+      *shifts.specs(x, chunk),
+      *(shifts.by_group(group, size, chunk) for size in (value_dim, 1, 1)),
+      *(() if initial is None else (shifts.IN_MEMORY,) * 2),
+    ],
+    out_specs=[shifts.by_group(group, head_dim, chunk), *(shifts.IN_MEMORY,) * 2],
+    out_shape=[shape(x.q.shape, jnp.float32), *_kept_shapes(x, stretch)],
+    scratch_shapes=[
+      *Carried.scratch(head_dim, value_dim),
+      shifts.scratch_of_vectors(tiles, head_dim),
+      shifts.scratch_of_vectors(group * tiles, head_dim),
+      shifts.scratch_of_vectors(group * tiles, head_dim),
+      pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
+      pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
+      pltpu.VMEM((shifts.ROWS, value_dim), jnp.bfloat16),
+    ],
+    compiler_params=shifts.PARAMETERS,
+    interpret=interpret or False,
+    name="chunked_queries",
+  )(*x, rows.dy, rows.far, rows.delta, *(() if initial is None else initial))
+  return dq, State(*kept)
+
+
+def keys(
+  x: Chunks, rows: Rows, final: State | None, stretch: int, *, interpret: Any = None
+) -> tuple[Gradients, State, State]:
+  """What keys and values get, and queries inside chunks; the cotangents of the states that each stretch leaves, and of
+  the initial state. `final` is that of the last state.
+  """
+  batch, heads, group, head_dim, time = x.q.shape
+  value_dim, count = x.v.shape[2], x.across.shape[-1]
+  chunk = time // count
+  tiles = chunk // LANES
+
+  def kernel(
+    q_ref, k_ref, v_ref, gate_ref, until_ref, across_ref, dy_ref, inverse_ref, far_ref, delta_ref, *more
+  ):  # fmt: skip
+    refs = list(more)
+    final_refs = None if final is None else (refs.pop(0), refs.pop(0))
+    dq_ref, dk_ref, dv_ref, *kept_refs = (refs.pop(0) for _ in range(7))
+    keys, queries, sums, cotangents, discounted, found, value_sums, *transposed = refs[3:]
+    carried = Carried(*refs[:3])
+    dS, dZ = carried[:2]
+    *place, step = (pl.program_id(axis) for axis in range(3))
+    n = count - 1 - step
+
+    @pl.when(step == 0)
+    def _():
+      shifts.begin(carried, final_refs, (*place,))
+
+    @pl.when((step == 0) | (lax.rem(n + 1, jnp.int32(stretch)) == 0))
+    def _():
+      shifts.keep(carried, (kept_refs[0], kept_refs[1]), (*place, lax.div(n, jnp.int32(stretch))))
+
+    for t in range(tiles):
+      shifts.double(keys, t, k_ref[0, 0, :, tile(t)])
+      sums[t] = jnp.zeros_like(sums[t])
+      value_sums[t] = jnp.zeros_like(value_sums[t])
+
+    def prepare(g):
+      for t in range(tiles):
+        at = g * tiles + t
+        shifts.double(queries, at, q_ref[0, 0, g, :, tile(t)])
+        cotangents[at] = _discounted(dy_ref[0, 0, g, :, tile(t)], far_ref[0, 0, g, :, tile(t)])
+
+    shifts.for_all_groups(group, prepare)
+    decay = across_ref[0, 0, 0, n]
+    discounted[...] = _discounted(v_ref[0, 0], until_ref[0, 0])
+
+    def visit(turn: Shifts) -> None:
+      weighted = turn.weighted(dS[turn.rows])
+      found[: turn.size] = weighted.astype(jnp.bfloat16)
+      found_transposed = transposed[turn.is_last]
+      found_transposed[...] = weighted.T.astype(jnp.bfloat16)
+      for t in range(tiles):
+        turn.add_transposed(sums, keys, t, found, discounted[:, tile(t)])
+        value_sums[t] += dot(found_transposed[...], turn.features(keys, t))
+      dS[turn.rows] = dS[turn.rows] * decay
+
+      def write(g):
+        at = [g * tiles + t for t in range(tiles)]
+        dn = jnp.concatenate([cotangents[n] for n in at], axis=1)
+        for part in turn.parts(256):
+          dS[part.rows] += dot(part.all_features(queries, at), dn, NT)
+
+      shifts.for_all_groups(group, write)
+
+    shifts.for_all_shifts(head_dim, visit)
+    high, low = shifts.pieces(dZ[...])
+    for t in range(tiles):
+      k, until = k_ref[0, 0, :, tile(t)], until_ref[0, 0, :, tile(t)]
+      dk_ref[0, 0, :, tile(t)] = shifts.folded(sums, t, head_dim) + 2 * until * (dot(high, k) + dot(low, k))
+      dv_ref[0, 0, :, tile(t)] = value_sums[t] * until
+    dZ[...] = dZ[...] * decay
+
+    def inside(g):
+      _inside(
+        q_ref.at[0, 0, g], k_ref.at[0, 0], v_ref.at[0, 0], gate_ref.at[0, 0], dy_ref.at[0, 0, g],
+        inverse_ref.at[0, 0, g], delta_ref.at[0, 0, g], dq_ref.at[0, 0, g], dk_ref.at[0, 0], dv_ref.at[0, 0],
+      )  # fmt: skip
+      normaliser = -delta_ref[0, 0, g] * far_ref[0, 0, g]
+      shifts.add_gram(dZ, 1.0, q_ref[0, 0, g], normaliser)
+
+    shifts.for_all_groups(group, inside)
+
+    @pl.when(step == count - 1)
+    def _():
+      shifts.keep(carried, (kept_refs[2], kept_refs[3]), (*place,))
+
+  def place(step: Any) -> Any:
+    return count - 1 - step
+
+  shape = shifts.vary_as(x.q)
+  kept_shapes = _kept_shapes(x, stretch)
+  dq, dk, dv, *kept = pl.pallas_call(
+    kernel,
+    grid=(batch, heads, count),
+    in_specs=[
+      *shifts.specs(x, chunk, place),
+      *(shifts.by_group(group, size, chunk, place) for size in (value_dim, 1, 1, 1)),
+      *(() if final is None else (shifts.IN_MEMORY,) * 2),
+    ],
+    out_specs=[
+      shifts.by_group(group, head_dim, chunk, place),
+      shifts.by_token(head_dim, chunk, place),
+      shifts.by_token(value_dim, chunk, place),
+      *(shifts.IN_MEMORY,) * 4,
+    ],
+    out_shape=[
+      *(shape(array.shape, jnp.float32) for array in (x.q, x.k, x.v)),
+      *kept_shapes,
+      *(shape((batch, heads, *kept.shape[3:]), jnp.float32) for kept in kept_shapes),
+    ],
+    scratch_shapes=[
+      *Carried.scratch(head_dim, value_dim),
+      shifts.scratch_of_vectors(tiles, head_dim),
+      shifts.scratch_of_vectors(group * tiles, head_dim),
+      shifts.scratch_of_vectors(tiles, head_dim),
+      pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
+      pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
+      pltpu.VMEM((shifts.ROWS, value_dim), jnp.bfloat16),
+      pltpu.VMEM((tiles, value_dim, LANES), jnp.float32),
+      *shifts.scratch_of_transposed(head_dim, value_dim),
+    ],
+    compiler_params=shifts.PARAMETERS,
+    interpret=interpret or False,
+    name="chunked_keys",
+  )(*x, *rows, *(() if final is None else final))
+  return Gradients(dq, dk, dv), State(*kept[:2]), State(*kept[2:])
+
+
+def _inside(q_ref, k_ref, v_ref, gate_ref, dy_ref, inverse_ref, delta_ref, dq_ref, dk_ref, dv_ref):
+  """Pairs inside a chunk: writes what queries get, and adds what keys and values do.
+
+  dq and dk come from the same rounded numbers: most of them cancels in the gradients of gates.
+  """
+  tiles = q_ref.shape[-1] // LANES
+  for i in range(tiles):
+    q, dy, gate = q_ref[:, tile(i)], dy_ref[:, tile(i)], gate_ref[:, tile(i)]
+    inverse, delta = inverse_ref[:, tile(i)], delta_ref[:, tile(i)]
+    dq = jnp.zeros(q.shape, jnp.float32)
+    for j in range(i + 1):
+      k, v = k_ref[:, tile(j)], v_ref[:, tile(j)]
+      scores = dot(k.astype(jnp.float32).T.astype(jnp.bfloat16), q)
+      slopes = scores * inverse * shifts.discounts(gate, shifts.column(gate_ref[:, tile(j)]), 0 if i == j else None)
+      weights = (slopes * scores).astype(jnp.bfloat16)
+      dweights = dot(v.astype(jnp.float32).T.astype(jnp.bfloat16), dy) - delta
+      dscores = (slopes * dweights).astype(jnp.bfloat16)
+      dv_ref[:, tile(j)] += dot(dy, weights, NT)
+      dk_ref[:, tile(j)] += 2 * dot(q, dscores, NT)
+      dq += dot(k, dscores)
+    dq_ref[:, tile(i)] = 2 * dq
+
+
+def _discounted(x: BFloat16[Array, "v t"], discount: Float[Array, "1 t"]) -> BFloat16[Array, "v t"]:
+  return (x.astype(jnp.float32) * discount).astype(jnp.bfloat16)
+
+
+def _kept_shapes(x: Chunks, stretch: int) -> list[Any]:
+  """Of copies of the state, one for each stretch."""
+  (batch, heads, _, head_dim, _), value_dim = x.q.shape, x.v.shape[2]
+  lead = (batch, heads, -(-x.across.shape[-1] // stretch))
+  shape = shifts.vary_as(x.q)
+  return [
+    shape((*lead, head_dim * (head_dim + 1) // 2, value_dim), jnp.float32),
+    shape((*lead, head_dim, head_dim), jnp.float32),
+  ]

@@ -1,0 +1,139 @@
+"""The chunked form's forward pass on TPU, p = 2: one kernel, whose state never leaves the chip.
+
+    y_i = (inside chunk + b_i sum_f w_f S_f phi_f(q_i)) / (inside chunk + b_i q_i . Z q_i)
+    S_f <- b S_f + sum_j b_j phi_f(k_j) v_j             Z <- b Z + sum_j b_j k_j k_j^T
+
+The grid walks the chunks of a head in order with S and Z in VMEM. A turn of the loop over shifts reads some features of
+the state for all queries of the chunk and then writes them with all its keys; pairs inside the chunk come after.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from kernels_pallas.tpu import shifts
+from kernels_pallas.tpu.shifts import LANES, NT, Carried, Chunks, Shifts, State, dot, tile
+
+SMALLEST = 1e-30  # a normaliser at or below this counts as 0
+
+
+class Outputs(NamedTuple):
+  """What each query gathers."""
+
+  y: Float[Array, "B H g dv T"]
+  normaliser: Float[Array, "B H g 1 T"]
+  heard: Float[Array, "B H g 1 T"]  # 1, or 0 where rounding left nothing of what the state gave the normaliser
+
+
+def forward(
+  x: Chunks, initial: State | None, *, return_final: bool, interpret: Any = None
+) -> tuple[Outputs, State | None]:
+  """The outputs in float32, and the state after the last chunk."""
+  batch, heads, group, head_dim, time = x.q.shape
+  value_dim, count = x.v.shape[2], x.across.shape[-1]
+  chunk = time // count
+  tiles = chunk // LANES
+
+  def kernel(q_ref, k_ref, v_ref, gate_ref, until_ref, across_ref, *more):
+    refs = list(more)
+    initial_refs = None if initial is None else (refs.pop(0), refs.pop(0))
+    y_ref, normaliser_ref, heard_ref = (refs.pop(0) for _ in range(3))
+    final_refs = (refs.pop(0), refs.pop(0)) if return_final else None
+    keys, queries, sums, discounted, *transposed = refs[3:]
+    carried = Carried(*refs[:3])
+    S, Z = carried[:2]
+    *place, n = (pl.program_id(axis) for axis in range(3))
+
+    @pl.when(n == 0)
+    def _():
+      shifts.begin(carried, initial_refs, (*place,))
+
+    for t in range(tiles):
+      shifts.double(keys, t, k_ref[0, 0, :, tile(t)])
+
+    def prepare(g):
+      for t in range(tiles):
+        shifts.double(queries, g * tiles + t, q_ref[0, 0, g, :, tile(t)])
+
+    shifts.for_all_groups(group, prepare)
+    values, decay = v_ref[0, 0], across_ref[0, 0, 0, n]
+    discounted[...] = (values.astype(jnp.float32) * until_ref[0, 0]).astype(jnp.bfloat16)
+    sums[...] = jnp.zeros_like(sums)
+
+    def visit(turn: Shifts) -> None:
+      found = transposed[turn.is_last]
+      found[...] = turn.weighted(S[turn.rows]).T.astype(jnp.bfloat16)
+      # The state written first: the matrix units are then busy while it is transposed to be read.
+      for part in turn.parts(256):
+        S[part.rows] = S[part.rows] * decay + dot(part.all_features(keys, range(tiles)), discounted[...], NT)
+
+      def read(g):
+        for t in range(tiles):
+          sums[g * tiles + t] += dot(found[...], turn.features(queries, g * tiles + t))
+
+      shifts.for_all_groups(group, read)
+
+    shifts.for_all_shifts(head_dim, visit)
+
+    keys_down = [keys[t, :head_dim].T.astype(jnp.bfloat16) for t in range(tiles)]
+    pulls = [shifts.column(gate_ref[0, 0, :, tile(t)]) for t in range(tiles)]
+    high, low = shifts.pieces(Z[...])
+
+    def gather(g):
+      for i in range(tiles):
+        q, gate = q_ref[0, 0, g, :, tile(i)], gate_ref[0, 0, :, tile(i)]
+        far = jnp.sum((dot(high, q) + dot(low, q)) * q.astype(jnp.float32), axis=0, keepdims=True)
+        heard = jnp.where(far < 0, 0.0, 1.0)  # in exact arithmetic it is not; NaN stays
+        since = jnp.exp2(gate) * heard
+        total, normaliser = sums[g * tiles + i] * since, far * since
+        for j in range(i + 1):
+          scores = dot(keys_down[j], q)
+          weights = (scores * scores * shifts.discounts(gate, pulls[j], 0 if i == j else None)).astype(jnp.bfloat16)
+          # Of the rounded weights, so that a row of one key gives that key's value exactly.
+          normaliser += jnp.sum(weights.astype(jnp.float32), axis=0, keepdims=True)
+          total += dot(values[:, j * LANES : (j + 1) * LANES], weights)
+        empty = normaliser <= SMALLEST
+        y_ref[0, 0, g, :, tile(i)] = total * jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, normaliser))
+        normaliser_ref[0, 0, g, :, tile(i)] = normaliser
+        heard_ref[0, 0, g, :, tile(i)] = heard
+
+    shifts.for_all_groups(group, gather)
+    shifts.add_gram(Z, decay, k_ref[0, 0], until_ref[0, 0])
+    if final_refs is not None:
+
+      @pl.when(n == count - 1)
+      def _():
+        shifts.keep(carried, final_refs, (*place,))
+
+  shape = shifts.vary_as(x.q)
+  lead = (batch, heads)
+  out_shape = [shape((*lead, group, rows, time), jnp.float32) for rows in (value_dim, 1, 1)]
+  features = head_dim * (head_dim + 1) // 2
+  if return_final:
+    sizes = ((features, value_dim), (head_dim, head_dim))
+    out_shape += [shape((*lead, *size), jnp.float32) for size in sizes]
+  results = pl.pallas_call(
+    kernel,
+    grid=(batch, heads, count),
+    in_specs=[*shifts.specs(x, chunk), *(() if initial is None else (shifts.IN_MEMORY,) * 2)],
+    out_specs=[
+      *(shifts.by_group(group, rows, chunk) for rows in (value_dim, 1, 1)),
+      *((shifts.IN_MEMORY,) * 2 if return_final else ()),
+    ],
+    out_shape=out_shape,
+    scratch_shapes=[
+      *Carried.scratch(head_dim, value_dim),
+      shifts.scratch_of_vectors(tiles, head_dim),
+      shifts.scratch_of_vectors(group * tiles, head_dim),
+      pltpu.VMEM((group * tiles, value_dim, LANES), jnp.float32),
+      pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
+      *shifts.scratch_of_transposed(head_dim, value_dim),
+    ],
+    compiler_params=shifts.PARAMETERS,
+    interpret=interpret or False,
+    name="chunked_forward",
+  )(*x, *(() if initial is None else initial))
+  return Outputs(*results[:3]), State(*results[3:]) if return_final else None

@@ -1,0 +1,111 @@
+"""What the attention kernels on TPU share: blocks of tokens, and a grid over the pairs of blocks that see each other.
+
+Tokens lie on lanes and coordinates on sublanes; scores stand with keys down and queries across. A query's weights for
+keys of an earlier block are discounted to that block's end, and the sums so far by one number when the next block
+begins; only inside a block are gates exponentials of pairs.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, BFloat16, Float
+
+from kernels_pallas.tpu.shifts import LANES, VMEM, Chunks, column, discounts
+
+BLOCK = 512  # tokens in a block, at most
+_KEYS = 256  # keys whose scores are in registers at once
+
+PARAMETERS = pltpu.CompilerParams(
+  dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
+)
+type Place = Callable[..., tuple[Any, Any, Any]]  # (query of a group, block of queries, block of keys) in the grid
+
+
+def block_size(time: int) -> int:
+  """Tokens in a block; time is filled up to whole blocks."""
+  return min(BLOCK, -(-time // LANES) * LANES)
+
+
+class Triangle(NamedTuple):
+  """A grid over the pairs a >= b of n blocks without holes: rows a and n - 1 - a make one row of n + 1."""
+
+  blocks: int
+
+  @property
+  def grid(self) -> tuple[int, int]:
+    """Its two axes. Of an odd number of rows the middle one is done twice."""
+    return (self.blocks + 1) // 2, self.blocks + 1
+
+  def pair(self, row: Any, col: Any) -> tuple[Any, Any]:
+    """(a, b) at a place of the grid: b from 0 to a."""
+    first = col <= row
+    return jnp.where(first, row, self.blocks - 1 - row), jnp.where(first, col, col - row - 1)
+
+  def reversed_pair(self, row: Any, col: Any) -> tuple[Any, Any]:
+    """(a, b) at a place of the grid: a from n - 1 to b."""
+    b, a = self.pair(row, col)
+    return self.blocks - 1 - a, self.blocks - 1 - b
+
+
+def specs(x: Chunks, block: int, place: Place) -> list[pl.BlockSpec]:
+  """The blocks of a pair."""
+  head_dim, value_dim = x.k.shape[2], x.v.shape[2]
+  whole = pl.BlockSpec((1, 1, 1, x.across.shape[-1]), lambda b, h, *at: (b, h, 0, 0), memory_space=pltpu.SMEM)
+  keys = [of_keys(rows, block, place) for rows in (head_dim, value_dim)]
+  gate = pl.BlockSpec((1, 1, 1, block), lambda b, h, *at: (b, h, 0, place(*at)[1]))
+  return [of_queries(head_dim, block, place), *keys, gate, of_keys(1, block, place), whole]
+
+
+def of_queries(rows: int, block: int, place: Place) -> pl.BlockSpec:
+  """The block of an array B H g rows T."""
+
+  def index(b: Any, h: Any, *at: Any) -> tuple[Any, ...]:
+    g, i, _ = place(*at)
+    return b, h, g, 0, i
+
+  return pl.BlockSpec((1, 1, 1, rows, block), index)
+
+
+def of_keys(rows: int, block: int, place: Place) -> pl.BlockSpec:
+  """The block of an array B H rows T."""
+  return pl.BlockSpec((1, 1, rows, block), lambda b, h, *at: (b, h, 0, place(*at)[2]))
+
+
+def keys_at_once(block: int) -> list[slice]:
+  """Parts of a block of keys."""
+  size = _KEYS if block % _KEYS == 0 else LANES
+  return [slice(start, start + size) for start in range(0, block, size)]
+
+
+def tokens_down(x: BFloat16[Array, "d t"]) -> BFloat16[Array, "t d"]:
+  """The transpose, which the chip has in 32 bits only."""
+  return x.astype(jnp.float32).T.astype(jnp.bfloat16)
+
+
+def within_block(
+  gate: Float[Array, "1 i"], pulls: Float[Array, "1 j"], query: int, key: int
+) -> Float[Array, "j i"] | None:
+  """The discounts of pairs in one block, from the tokens `query` and `key` on; None if no query comes after a key."""
+  if query + gate.shape[1] <= key:
+    return None
+  return discounts(gate, column(pulls), query - key)
+
+
+def even_power(s: Float[Array, "j i"], power: int) -> Float[Array, "j i"]:
+  """S ** power by multiplications."""
+  square = s * s
+  result = square
+  for _ in range(power // 2 - 1):
+    result = result * square
+  return result
+
+
+def slope(s: Float[Array, "j i"], scale: Float[Array, "..."], power: int) -> Float[Array, "j i"]:
+  """Scale * s ** (power - 1)."""
+  result = scale * s
+  for _ in range(power // 2 - 1):
+    result = result * (s * s)
+  return result

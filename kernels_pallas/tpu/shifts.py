@@ -1,0 +1,294 @@
+"""What the chunk kernels on TPU share: states at p = 2, features by cyclic shifts, and pairs inside a chunk.
+
+Tokens lie on lanes and coordinates on sublanes, so that a cyclic shift of a vector is a load that begins some rows
+later. With x * roll(x, s), s = 0 .. d/2, every product of two coordinates occurs once (of the last shift only the first
+half is taken), so a state is
+
+    S[s d + i] = sum_j k_ji k_j(i+s) v_j        weight 1 for s = 0, else 2        D = d (d + 1) / 2 rows of dv
+
+All products have bfloat16 operands and float32 sums. VMEM is rows of 128 lanes, hence tiles of 128 tokens.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, BFloat16, Float
+
+LANES = 128  # tokens in a tile
+ROWS = 512  # features that a turn of the loop over shifts expands: the more, the shorter the matrix units wait
+VMEM = 60 * 2**20  # bytes that a kernel may ask for
+NT = ((1,), (1,))  # a product with the second operand transposed
+
+
+class Chunks(NamedTuple):
+  """What all chunk kernels read. Queries and keys are scaled to at most 1, and the gates count from a chunk's start."""
+
+  q: BFloat16[Array, "B H g d T"]
+  k: BFloat16[Array, "B H d T"]
+  v: BFloat16[Array, "B H dv T"]
+  gate: Float[Array, "B H 1 T"]  # the discount since the chunk began, its logarithm to base 2
+  until: Float[Array, "B H 1 T"]  # the discount until the chunk ends
+  across: Float[Array, "B H 1 n"]  # the discount across each chunk
+
+
+class State(NamedTuple):
+  """A state, or its cotangent, as the kernels carry it."""
+
+  S: Float[Array, "*lead D dv"]  # features in the order of shifts
+  Z: Float[Array, "*lead d d"]
+
+
+# Chunks of a head in order, and nothing of a grid's other places.
+PARAMETERS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM)
+IN_MEMORY = pl.BlockSpec(memory_space=pl.ANY)
+
+
+def specs(x: Chunks, chunk: int, place: Callable[[Any], Any] = lambda n: n) -> list[pl.BlockSpec]:
+  """The blocks of a chunk; `place` says which chunk comes n-th."""
+  group, head_dim, value_dim = x.q.shape[2], x.k.shape[2], x.v.shape[2]
+  whole = pl.BlockSpec((1, 1, 1, x.across.shape[-1]), lambda b, h, n: (b, h, 0, 0), memory_space=pltpu.SMEM)
+  rows = [by_token(count, chunk, place) for count in (head_dim, value_dim, 1, 1)]
+  return [by_group(group, head_dim, chunk, place), *rows, whole]
+
+
+def by_token(rows: int, chunk: int, place: Callable[[Any], Any] = lambda n: n) -> pl.BlockSpec:
+  """The block of an array B H rows T."""
+  return pl.BlockSpec((1, 1, rows, chunk), lambda b, h, n: (b, h, 0, place(n)))
+
+
+def by_group(group: int, rows: int, chunk: int, place: Callable[[Any], Any] = lambda n: n) -> pl.BlockSpec:
+  """The block of an array B H g rows T."""
+  return pl.BlockSpec((1, 1, group, rows, chunk), lambda b, h, n: (b, h, 0, 0, place(n)))
+
+
+def dot(a: Array, b: Array, contract: tuple[tuple[int], tuple[int]] = ((1,), (0,))) -> Float[Array, "m n"]:
+  """The matrix product, in float32."""
+  return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+
+
+def shifts_at_once(head_dim: int) -> int:
+  """The shifts that a turn of the loop expands."""
+  return ROWS // head_dim
+
+
+def largest_chunk(group: int) -> int:
+  """The most tokens in a chunk whose queries, `group` for each key, fit the chip's memory beside the state; or 0."""
+  return next((size for size in (512, 256, 128) if size * group <= 4096), 0)
+
+
+class Carried(NamedTuple):
+  """Where a kernel holds the state, and what tells that a copy of it has arrived."""
+
+  S: Any
+  Z: Any
+  copied: Any
+
+  @classmethod
+  def scratch(cls, head_dim: int, value_dim: int) -> "Carried":
+    """The memory to ask for."""
+    return cls(
+      pltpu.VMEM((head_dim * (head_dim + 1) // 2, value_dim), jnp.float32),
+      pltpu.VMEM((head_dim, head_dim), jnp.float32),
+      pltpu.SemaphoreType.DMA,
+    )
+
+
+def scratch_of_vectors(count: int, head_dim: int) -> Any:
+  """Room for `count` tiles of vectors, or of sums to them, and their first half once more below."""
+  return pltpu.VMEM((count, head_dim * 3 // 2, LANES), jnp.float32)
+
+
+def scratch_of_transposed(head_dim: int, value_dim: int) -> list[Any]:
+  """Room for the features of a turn of the loop, or of the last shift, on lanes."""
+  return [pltpu.VMEM((value_dim, size), jnp.bfloat16) for size in (ROWS, head_dim // 2)]
+
+
+def clear(ref: Any) -> None:
+  """Writes zeros, in a loop: unrolled they would be most of a kernel's code."""
+
+  def rows(n: Array, none: None) -> None:
+    ref[pl.ds(n * 8, 8)] = jnp.zeros((8, *ref.shape[1:]), ref.dtype)
+    return none
+
+  lax.fori_loop(0, ref.shape[0] // 8, rows, None)
+
+
+def begin(carried: "Carried", initial: tuple[Any, Any] | None, place: tuple[Any, ...]) -> None:
+  """Starts a sequence: from its initial state, or from nothing."""
+  if initial is None:
+    clear(carried.S)
+    clear(carried.Z)
+  else:
+    _copy(initial[0].at[place], carried.S, carried.copied)
+    _copy(initial[1].at[place], carried.Z, carried.copied)
+
+
+def keep(carried: "Carried", kept: tuple[Any, Any], place: tuple[Any, ...]) -> None:
+  """Leaves a copy of the state in memory."""
+  _copy(carried.S, kept[0].at[place], carried.copied)
+  _copy(carried.Z, kept[1].at[place], carried.copied)
+
+
+def _copy(source: Any, target: Any, copied: Any) -> None:
+  copy = pltpu.make_async_copy(source, target, copied)
+  copy.start()
+  copy.wait()
+
+
+def double(ref: Any, n: int, x: BFloat16[Array, "d t"]) -> None:
+  """Writes a tile of vectors, and their first half below."""
+  d = x.shape[0]
+  ref[n, :d] = x.astype(jnp.float32)
+  ref[n, d:] = x[: d // 2].astype(jnp.float32)
+
+
+class Shifts(NamedTuple):
+  """The features of one turn of the loop: `many` shifts from `first` on, or the half of the last one."""
+
+  first: Any
+  many: int
+  head_dim: int
+
+  @property
+  def is_last(self) -> bool:
+    """Whether these are half the products of the shift by d/2."""
+    return self.many == 0
+
+  @property
+  def rows(self) -> Any:
+    """Where they stand in a state."""
+    d = self.head_dim
+    if self.is_last:
+      return pl.ds(d * d // 2, d // 2)
+    return pl.ds(pl.multiple_of(self.first * d, LANES), self.many * d)
+
+  @property
+  def size(self) -> int:
+    """How many features these are."""
+    return self.many * self.head_dim or self.head_dim // 2
+
+  def parts(self, rows: int) -> "list[Shifts]":
+    """The same, in parts of so many features: what is summed for all of them at once must fit the registers."""
+    many = rows // self.head_dim
+    return [self._replace(first=self.first + n, many=many) for n in range(0, self.many, many)] or [self]
+
+  def features(self, x: Any, n: int) -> BFloat16[Array, "f t"]:
+    """Products of two coordinates of a tile of vectors, without their weight."""
+    d = self.head_dim
+    if self.is_last:
+      return (x[n, : d // 2] * x[n, d // 2 : d]).astype(jnp.bfloat16)
+    shifted = [x[n, :d] * x[n, pl.ds(self.first + m, d)] for m in range(self.many)]
+    return jnp.concatenate([product.astype(jnp.bfloat16) for product in shifted], axis=0)
+
+  def all_features(self, x: Any, tiles: Iterable[Any]) -> BFloat16[Array, "f T"]:
+    """The features of several tiles side by side: a product over all their tokens is summed in the matrix unit."""
+    return jnp.concatenate([self.features(x, n) for n in tiles], axis=1)
+
+  def weighted(self, state: Float[Array, "f dv"]) -> Float[Array, "f dv"]:
+    """Each product as often as it occurs in (q . k) ** 2."""
+    if self.is_last:
+      return 2.0 * state
+    square = (lax.broadcasted_iota(jnp.int32, (state.shape[0], 1), 0) < self.head_dim) & (self.first == 0)
+    return jnp.where(square, 1.0, 2.0) * state
+
+  def add_transposed(self, sums: Any, x: Any, n: int, found: Any, y: BFloat16[Array, "v t"]) -> None:
+    """Adds what a tile of vectors gets of the cotangent of its features, which is `found` times y."""
+    d = self.head_dim
+    if self.is_last:
+      dphi = dot(found[: self.size], y)
+      sums[n, : d // 2] += dphi * x[n, d // 2 : d]
+      sums[n, d // 2 : d] += dphi * x[n, : d // 2]
+      return
+    unshifted = jnp.zeros((d, LANES), jnp.float32)
+    for m in range(self.many):
+      dphi, shifted = dot(found[m * d : (m + 1) * d], y), pl.ds(self.first + m, d)
+      unshifted += dphi * x[n, shifted]
+      sums[n, shifted] += dphi * x[n, :d]
+    sums[n, :d] += unshifted
+
+
+def folded(sums: Any, n: int, head_dim: int) -> Float[Array, "d t"]:
+  """The sums of a tile, their second copy of the first half added to the first."""
+  half = head_dim // 2
+  return jnp.concatenate([sums[n, :half] + sums[n, head_dim:], sums[n, half:head_dim]], axis=0)
+
+
+def for_all_shifts(head_dim: int, visit: Callable[[Shifts], None]) -> None:
+  """Visits every feature once."""
+  count = shifts_at_once(head_dim)
+
+  def turn(n: Array, none: None) -> None:
+    visit(Shifts(n * count, count, head_dim))
+    return none
+
+  lax.fori_loop(0, head_dim // 2 // count, turn, None)
+  visit(Shifts(None, 0, head_dim))
+
+
+def for_all_groups(group: int, visit: Callable[[Any], None]) -> None:
+  """Visits all queries that share a key: unrolled where there is one."""
+  if group == 1:
+    visit(0)
+  else:
+
+    def turn(g: Array, none: None) -> None:
+      visit(g)
+      return none
+
+    lax.fori_loop(0, group, turn, None)
+
+
+def pieces(Z: Float[Array, "d d"]) -> tuple[BFloat16[Array, "d d"], BFloat16[Array, "d d"]]:
+  """Z as a sum of bfloat16s: a normaliser can be the small rest of large terms."""
+  high = Z.astype(jnp.bfloat16)
+  return high, (Z - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def add_gram(Z: Any, decay: Any, x: Float[Array, "d t"], weight: Float[Array, "1 t"]) -> None:
+  """Z <- decay Z + sum_j weight_j x_j x_j^T."""
+  Z[...] = Z[...] * decay + dot((x.astype(jnp.float32) * weight).astype(jnp.bfloat16), x, NT)
+
+
+def column(row: Float[Array, "1 t"]) -> Float[Array, "t 1"]:
+  """A vector over lanes, as one over sublanes."""
+  return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
+
+
+def tile(n: int) -> Any:
+  """The lanes of a tile of tokens."""
+  return pl.ds(n * LANES, LANES)
+
+
+def discounts(gate: Float[Array, "1 i"], pull: Float[Array, "j 1"], ahead: int | None = None) -> Float[Array, "j i"]:
+  """b_ij of keys j, down, and queries i, across; 0 for a key after its query, where the first query is `ahead` of the
+  first key by so many tokens, or None where all keys are before all queries.
+  """
+  exponent = gate - pull
+  if ahead is not None and ahead < exponent.shape[0]:
+    key, query = (lax.broadcasted_iota(jnp.int32, exponent.shape, axis) for axis in range(2))
+    exponent = jnp.where(key <= query + ahead, exponent, -jnp.inf)
+  return jnp.exp2(exponent)
+
+
+def vary_as(like: Array) -> Callable[..., jax.ShapeDtypeStruct]:
+  """Makes shapes of results that vary over the axes of shard_map that `like` varies over."""
+  axes = jax.typeof(like).manual_axis_type
+
+  def shape(sizes: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype, manual_axis_type=axes)
+
+  return shape
+
+
+def on_chip(kernel: Callable[..., Any], interpret: Any, *arguments: Any) -> Any:
+  """Runs a kernel; where the program is compiled for no TPU, as XLA's code, right if not fast."""
+  varying = jax.typeof(jax.tree.leaves(arguments)[0]).manual_axis_type.varying
+  if interpret is not None or varying:  # plain interpretation knows nothing of the axes of shard_map
+    return kernel(*arguments, interpret=interpret)
+  return lax.platform_dependent(*arguments, tpu=kernel, default=functools.partial(kernel, interpret=True))

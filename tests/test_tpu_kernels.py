@@ -1,0 +1,220 @@
+"""The Pallas kernels for TPUs: right and without races in the interpreter, lowered for every shape, and dispatched."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+import csympow
+from csympow import op
+from csympow.forms.spans import Settings
+from kernels_pallas.tpu import pairs
+from kernels_pallas.tpu.pairs import block_size
+from kernels_pallas.tpu.shifts import LANES
+from tests import comparing
+from tests.comparing import Case, assert_results_close, cotangents, inputs
+
+STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+KERNELS = {
+  "chunked": ("chunked_forward", "chunked_queries", "chunked_keys"),
+  "attention": ("attention_forward", "attention_queries", "attention_keys"),
+}
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+case_of = functools.partial(Case, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
+
+# Around whole tiles and chunks, with all that the op takes; every pair of levels. An attention form has no chunk size.
+COMMON = dict(
+  sizes=[{"d": d, "dv": dv} for d, dv in [(64, 64), (128, 128), (64, 128), (128, 64)]],
+  length=[{"T": T} for T in (1, 127, 128, 129, 500)],
+  gate=[{"gate": "none"}, {"gate": "learned"}, {"gate": "resets"}],
+  rotation=[{"rotation": "none"}, {"rotation": "fixed"}, {"rotation": "learned"}],
+  segments=[{"segments": "none"}, {"segments": "packed"}, {"segments": "padded"}],
+  heads=[{"B": 2, "H": 1}, {"B": 1, "H": 2, "groups": 3}],
+  dtype=[{"dtype": "bfloat16"}, {"dtype": "float16"}],
+)
+CASES = [
+  *comparing.covering(
+    chunk=[{"chunk_size": 128}, {"chunk_size": 256}],
+    entry=[{"entry": "attention"}, {"entry": "prefill"}, {"entry": "continued"}],
+    **COMMON,
+  ),
+  *comparing.covering(power=[{"power": 2}, {"power": 4}], entry=[{"entry": "attention", "chunk_size": None}], **COMMON),
+  *(case_of(T=200, chunk_size=None, entry=entry, gate="resets") for entry in ("prefill", "continued")),
+]
+
+
+def form_of(case):
+  return "attention" if case.chunk_size is None else "chunked"
+
+
+def attend(case, interpret=None):
+  """The op as `implementation="pallas"` runs it on a TPU, wherever this is traced."""
+  size = case.chunk_size or -(-case.T // block_size(case.T)) * block_size(case.T)
+  settings = Settings(case.power, size, LANES, LANES, "high", chip="tpu", interpret=interpret)
+
+  def run(x, rest):
+    x = dict(x)
+    leaves = [x.pop(name) for name in comparing.STATE if name in x]
+    state = csympow.State(*leaves) if leaves else None
+    names = ("q", "k", "v", "log_gate", "beta", "rates", "segment_ids", "scale")
+    arguments = ((x | rest).get(name) for name in names)
+    y, state = op._attend(*arguments, state, form_of(case), "pallas", settings, case.entry != "attention")
+    return {"y": y} if state is None else {"y": y} | state._asdict()
+
+  return run
+
+
+@pytest.fixture
+def races(monkeypatch):
+  """What the interpreter's race detector found in each kernel that ran."""
+  found, detector = [], interpret_pallas_call.RaceDetectionState
+
+  def recorded(**options):
+    found.append(detector(**options))
+    return found[-1]
+
+  monkeypatch.setattr(interpret_pallas_call, "RaceDetectionState", recorded)
+  return found
+
+
+def reference(case):
+  results = comparing.quadratic_results if case.entry == "attention" else comparing.reference_results
+  return results(*inputs(case), cotangents(case), power=case.power)
+
+
+def assert_right(case):
+  x, rest = inputs(case)
+  run = comparing.quick_jit(lambda x, w: comparing.with_gradients(lambda x: attend(case, STRICT)(x, rest), x, w))
+  results = jax.tree.map(np.asarray, run(x, cotangents(case)))
+  expected = reference(case)
+  turned = {name: results.pop(name) for name in ("dbeta",) if name in results}
+  tolerance = {"bfloat16": 5e-3, "float16": 7e-3}[case.dtype] if case.entry == "attention" else 8e-3
+  assert_results_close(results, expected, tolerance)
+  assert_results_close(turned, {name: expected[name] for name in turned}, 8e-3)  # the rest of sums that cancel
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+  """Blocks of attention as small as they can be: many of them in a short sequence."""
+  monkeypatch.setattr(pairs, "BLOCK", LANES)
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    case_of(T=130, chunk_size=128, entry="continued"),
+    case_of(T=130, chunk_size=None, power=4),
+    *map(slow, CASES),
+  ],
+  ids=str,
+)
+@pytest.mark.usefixtures("small_blocks")
+def test_kernels_are_right_in_the_strict_interpreter_and_race_free(case, races):
+  assert_right(case)
+  assert len(races) == 3
+  assert not any(race.races_found for race in races)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case_of(T=1100, chunk_size=None), case_of(T=1100, chunk_size=512)], ids=str)
+def test_kernels_are_right_with_blocks_and_chunks_of_full_size(case):
+  assert_right(case)
+
+
+def gradients(case):
+  """The gradient of a call, and the shapes of what it is a function of."""
+  heads = (case.B, case.T, case.H)
+  shapes = {"q": (case.B, case.T, case.H * case.groups, case.d), "k": (*heads, case.d), "v": (*heads, case.dv)}
+  x = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+  x |= {name: jax.ShapeDtypeStruct(heads, jnp.float32) for name in ("log_gate", "beta")}
+  run, rest = attend(case), {"rates": comparing.rotary(case.d)}
+  return jax.grad(lambda x: run(x, rest)["y"].astype(jnp.float32).sum()), x
+
+
+def assert_lowers(function, x, form):
+  """The function lowers for TPUs, to a program with the form's kernels."""
+  text = jax.jit(function).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+  for kernel in KERNELS[form]:
+    assert f'kernel_name = "{kernel}"' in text, f"{kernel} is not in the program"
+
+
+LOWERED = [
+  case_of(T=65_536, chunk_size=512, H=2),
+  slow(case_of(T=2**20, chunk_size=512, d=128, dv=128)),
+  slow(case_of(T=65_536, chunk_size=512, dv=128, groups=2)),
+  slow(case_of(T=65_536, chunk_size=512, d=128, groups=8)),
+  case_of(T=65_536, chunk_size=None, power=4, H=2),
+  slow(case_of(T=2**20, chunk_size=None, d=128, dv=128)),
+  slow(case_of(T=65_536, chunk_size=None, dv=128, groups=2)),
+]
+
+
+@pytest.mark.parametrize("case", LOWERED, ids=str)
+def test_kernels_lower_for_every_shape(case):
+  assert_lowers(*gradients(case), form_of(case))
+
+
+@pytest.mark.parametrize("chunk", [128, None])
+@pytest.mark.parametrize("entry", ["attention", slow("continued")])
+def test_kernels_lower_inside_shard_map(entry, chunk):
+  case = case_of(T=128, B=2, entry=entry, chunk_size=chunk)
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+  x, rest = inputs(case)
+  sharded = jax.shard_map(
+    lambda x: attend(case)(x, rest)["y"], mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")
+  )
+  assert_lowers(jax.grad(lambda x: sharded(x).astype(jnp.float32).sum()), x, form_of(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [128, None])
+def test_kernels_lower_under_vmap(chunk):
+  case = case_of(T=128, chunk_size=chunk)
+  x, rest = inputs(case)
+  gradient = jax.grad(lambda x: attend(case)(x, rest)["y"].astype(jnp.float32).sum())
+  assert_lowers(jax.vmap(gradient), jax.tree.map(lambda a: jnp.stack([a, a, a]), x), form_of(case))
+
+
+def test_a_program_planned_for_a_tpu_is_right_where_there_is_none():
+  case = case_of(T=100, chunk_size=None)
+  x, rest = inputs(case)
+  y = comparing.quick_jit(lambda x: attend(case)(x, rest)["y"])(x)
+  comparing.assert_close(y, reference(case)["y"], 5e-3, "y")
+
+
+def explain(d=64, dv=64, groups=1, dtype="bfloat16", **options):
+  q, k, v = (jax.ShapeDtypeStruct((1, 65_536, *size), dtype) for size in ((2 * groups, d), (2, d), (2, dv)))
+  return csympow.explain(q, k, v, device="tpu", **options)
+
+
+def test_the_kernels_are_taken_where_the_shape_fits():
+  assert explain().implementation == "pallas"
+  assert explain(d=128, groups=4, chunk_size=256).implementation == "pallas"
+  assert explain(dtype="float32").implementation == "xla"
+  assert explain(d=32).implementation == "xla"
+  assert explain(power=4, form="attention").implementation == "pallas"
+  assert explain(power=4, form="chunked").implementation == "xla"
+  assert explain(groups=40, form="chunked").implementation == "xla"
+
+
+@pytest.mark.parametrize(
+  ("options", "why"),
+  [
+    ({"form": "recurrent"}, "no kernel for form='recurrent'"),
+    ({"form": "attention", "chunk_size": 64}, "blocks have a size of their own, got chunk_size=64"),
+    ({"form": "attention", "dv": 32}, "d and dv of 64 and 128, got d=64 and dv=32"),
+    ({"form": "chunked", "d": 32}, "d and dv of 64 and 128, got d=32"),
+    ({"form": "chunked", "power": 4}, "at power=2, got power=4"),
+    ({"form": "chunked", "chunk_size": 100}, "a chunk_size of whole 128s up to 512, got chunk_size=100"),
+    ({"form": "chunked", "chunk_size": 512, "groups": 16}, "up to 256, got chunk_size=512"),
+    ({"form": "chunked", "groups": 40}, "at most 32 queries for each key, got 40"),
+    ({"form": "chunked", "dtype": "float32"}, "bfloat16 and float16, got float32"),
+  ],
+)
+def test_what_no_kernel_serves_is_refused_in_words(options, why):
+  with pytest.raises(NotImplementedError, match=why):
+    explain(implementation="pallas", **options)

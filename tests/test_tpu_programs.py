@@ -1,0 +1,81 @@
+"""What is compiled for real TPUs, on a host that has none: every kernel, and the training step of the 124M model.
+
+libtpu, which compiles for them, exists for Linux on x86-64 only; without it nothing here but the lowering runs.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import tpu_static
+from csympow import cost, overrides
+from csympow.data.loader import Batch
+from csympow.sharding import Layout, make_mesh, mesh_sizes
+from csympow.train.step import Program
+from tests import running
+from tests.test_tpu_kernels import KERNELS
+
+GIB = {"v5e": 16, "v5p": 95, "v6e": 32}
+
+
+@pytest.fixture
+def libtpu(monkeypatch):
+  """The compiler, kept off the network."""
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+  return pytest.importorskip("libtpu", reason="libtpu, for Linux on x86-64, is not installed")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("libtpu")
+@pytest.mark.parametrize("chip", tpu_static.CHIPS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kernel", list(tpu_static.kernels(64)))
+def test_kernels_compile_for_every_chip(kernel, head_dim, chip):
+  tpu_static.compile_for(chip, *tpu_static.kernels(head_dim)[kernel])
+
+
+@pytest.mark.slow
+def test_the_training_step_of_the_124m_model_lowers_with_the_kernels(monkeypatch):
+  monkeypatch.setattr(cost, "platform", lambda: "tpu")
+  config = overrides.load("configs/long/p2_65536.py", {})
+  layout = Layout(make_mesh(mesh_sizes(2, 2, 2, 1, devices=8), jax.devices()[:8]))
+  program = Program(config, layout)
+  rows = jax.ShapeDtypeStruct((8, 65_536), jnp.int32, sharding=layout.sharding("batch", "time"))
+  step = jax.jit(program.step, donate_argnums=0)
+  everywhere = jax.sharding.NamedSharding(layout.mesh, jax.P(layout.mesh.axis_names))
+  stop = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=everywhere)
+  traced = step.trace(program.abstract_state(), Batch(rows, rows, None), stop)
+  text = traced.lower(lowering_platforms=("tpu",)).as_text()
+  assert all(f'kernel_name = "{kernel}"' in text for kernel in KERNELS["chunked"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("libtpu")
+@pytest.mark.parametrize(
+  ("topology", "mesh", "context"),
+  [
+    ("v5e:4x4", {"fsdp": 4, "tensor": 2}, 65_536),
+    ("v5p:4x4x4", {"fsdp": 4, "tensor": 2}, 65_536),
+    ("v6e:8x8", {"fsdp": 4, "tensor": 2}, 65_536),
+    ("v5e:4x4", {"tensor": 2, "context": 8}, 1_048_576),
+    ("v5p:4x4x4", {"fsdp": 2, "tensor": 2, "context": 16}, 1_048_576),
+    ("v6e:8x8", {"fsdp": 2, "tensor": 2, "context": 16}, 1_048_576),
+  ],
+)
+def test_the_training_step_of_the_124m_model_fits_the_chip(topology, mesh, context, tmp_path):
+  changes = {"data.train": "embedded", "data.heldout": "none", "batch_tokens": 64 * 65_536}
+  changes |= {f"mesh.{axis}": size for axis, size in mesh.items()}
+  process = running.begin(
+    "train.py",
+    f"--config=configs/long/p2_{context}.py",
+    "--dry_run",
+    f"--topology={topology}",
+    f"--workdir={tmp_path}",
+    *(f"--config.{name}={value}" for name, value in changes.items()),
+  )
+  output, errors = process.communicate(timeout=3600)
+  assert process.returncode == 0, errors
+  needed, unit = output.split("  memory ")[-1].split()[:2]
+  bytes_of = {"GiB": 2**30, "MiB": 2**20}
+  assert float(needed) * bytes_of[unit] < GIB[topology.split(":")[0]] * 2**30
