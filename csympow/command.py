@@ -14,6 +14,10 @@ from csympow.config import ConfigError
 EXIT_DONE, EXIT_ERROR, EXIT_USAGE, EXIT_NOT_FINITE, EXIT_STOPPED = 0, 1, 2, 3, 75
 
 
+class NotFiniteError(Exception):
+  """What a model says is no number; the message is one line."""
+
+
 class Parser(argparse.ArgumentParser):
   """Refuses by a ConfigError, as everything else does."""
 
@@ -26,6 +30,11 @@ def fail(line: str, code: int) -> int:
   """Says why on standard error; returns the exit code."""
   print(f"csympow: {line}", file=sys.stderr, flush=True)
   return code
+
+
+def no_memory(error: BaseException) -> bool:
+  """Whether an error is a lack of memory, the host's or a device's."""
+  return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def no_room(error: BaseException | None, where: str) -> str | None:

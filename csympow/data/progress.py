@@ -40,6 +40,11 @@ class Progress:
         left = (time.monotonic() - self._first_done) * (self._total - self.done) / self._fresh
       self._print(f"{text}, {'?' if left is None else _duration(left)} left", end="" if self._terminal else "\n")
 
+  def clear(self) -> None:
+    """Makes room for other text on a terminal."""
+    if self._terminal:
+      print("\r\033[K", end="", flush=True)
+
   def end(self, text: str) -> None:
     """Says what was done."""
     self._print(f"{text}, {_duration(self.seconds)}", end="\n")

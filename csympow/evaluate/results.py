@@ -10,11 +10,10 @@ from typing import Any
 import jax
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from PIL import Image
 
 from csympow.data.output import replace_file
-from csympow.evaluate.runs import Run, cache_bytes
-from csympow.train.metrics import finite, size
+from csympow.evaluate.runs import Run
+from csympow.train.metrics import finite
 
 
 def write(directory: Path, task: str, rows: Sequence[dict[str, Any]], record: dict[str, Any], figure: Figure) -> str:
@@ -24,18 +23,12 @@ def write(directory: Path, task: str, rows: Sequence[dict[str, Any]], record: di
   writer.writeheader()
   writer.writerows({name: "" if value != value else value for name, value in row.items()} for row in rows)  # NaN
   replace_file(directory / f"{task}.csv", table.getvalue().encode())
-  replace_file(directory / f"{task}.png", _png(figure))
+  picture = io.BytesIO()
+  figure.savefig(picture, format="png")
+  replace_file(directory / f"{task}.png", picture.getbuffer())
   record = {"task": task, "device": jax.local_devices()[0].device_kind, "jax": jax.__version__} | record
   replace_file(directory / f"{task}.json", (json.dumps(finite(record), indent=1) + "\n").encode())
   return f"wrote {directory / task}.csv, .json and .png"
-
-
-def _png(figure: Figure) -> bytes:
-  """The picture in 128 colours, which lines and text do not need, at a third of the size."""
-  full, small = io.BytesIO(), io.BytesIO()
-  figure.savefig(full, format="png")
-  Image.open(full).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
-  return small.getvalue()
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -71,12 +64,6 @@ def of_run(run: Run) -> dict[str, Any]:
     "power": None if model.variant == "softmax" else model.power,
     "trained_at": run.config.context,
   }
-
-
-def memory_of(run: Run, length: int) -> str:
-  """What the model remembers of a sequence of so many tokens, for people."""
-  told = size(cache_bytes(run, length))
-  return f"keys and values, {told} at {length:,}" if run.config.model.variant == "softmax" else f"state {told}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
