@@ -32,9 +32,16 @@ def fail(line: str, code: int) -> int:
   return code
 
 
-def no_memory(error: BaseException) -> bool:
-  """Whether an error is a lack of memory, the host's or a device's."""
-  return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+def explained(error: BaseException, where: str) -> str | None:
+  """The line for an error of the machine rather than of the program: no room, no memory, a file that is in the way."""
+  full = no_room(error, where)
+  if full is not None:
+    return f"{full}; the same command goes on from what is there"
+  if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+    return "there is not enough memory for this"
+  if isinstance(error, OSError) and error.filename is not None:
+    return f"{error.filename}: {error.strerror}"
+  return None
 
 
 def no_room(error: BaseException | None, where: str) -> str | None:

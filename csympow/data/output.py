@@ -123,7 +123,7 @@ class Output:
       return None
     except OSError as error:
       raise Refused(f"cannot read {path}: {error.strerror}") from error
-    except ValueError:
+    except (ValueError, RecursionError):
       content = None
     if not isinstance(content, dict):
       raise Refused(f"{path} is damaged; give another --out or remove {self.path}")

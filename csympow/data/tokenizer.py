@@ -132,7 +132,7 @@ def find_tokenizer(data: DataConfig) -> Tokenizer | None:
   try:
     told = json.loads(described.read_text())["tokenizer"]
     return load_tokenizer("bytes" if told["name"] == "bytes" else str(described.parent / told["file"]))
-  except (OSError, ValueError, KeyError, TypeError) as error:
+  except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
     raise ConfigError(f"{described} names no tokenizer that can be read: {error}") from error
 
 

@@ -20,9 +20,8 @@ from csympow.command import (
   EXIT_USAGE,
   NotFiniteError,
   Parser,
+  explained,
   fail,
-  no_memory,
-  no_room,
 )
 from csympow.config import ConfigError
 from csympow.evaluate.kept import anything_kept
@@ -74,11 +73,9 @@ def _run(arguments: list[str], stop: Stop) -> int:
   except SystemExit as error:  # argparse
     return error.code if isinstance(error.code, int) else EXIT_USAGE
   except Exception as error:
-    full = no_room(error, where)
-    if full is not None:
-      return fail(f"{full}; the same command goes on from what is there", EXIT_ERROR)
-    if no_memory(error):
-      return fail("there is not enough memory; a smaller --max_context needs less", EXIT_ERROR)
+    line = explained(error, where)
+    if line is not None:
+      return fail(line, EXIT_ERROR)
     traceback.print_exc()
     return EXIT_ERROR
   return EXIT_DONE

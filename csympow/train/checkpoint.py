@@ -63,12 +63,10 @@ class Checkpoints:
     if step < 0:
       return None, remarks
     path = self._directory / str(step)
-    try:
-      state = TrainState(*ocp.load(path, abstract))
-    except (ValueError, KeyError, TypeError, FileNotFoundError) as failure:
-      raise ConfigError(f"{_foreign(path)}: move it away to go on from the one before") from failure
+    _check_parameters(path, abstract.parameters)
+    state = ocp.load(path, abstract)
     self.last_step = step
-    return state, remarks
+    return TrainState(*state), remarks
 
   def save(self, state: TrainState) -> None:
     """Begins to write the state and returns when its buffers may be given away; waits for a save under way first."""
@@ -157,23 +155,23 @@ def finished_steps(directory: Path) -> list[int]:
 
 def load_parameters(path: Path, abstract: Any) -> Any:
   """The parameters alone of a checkpoint, on the devices of `abstract`; raises a ConfigError if they are not of it."""
-  try:
-    kept = _shapes(ocp.metadata(path).metadata["parameters"])
-  except Exception as error:  # whatever Orbax makes of a directory that it did not write
-    raise ConfigError(_foreign(path)) from error
-  wanted = _shapes(abstract)
-  for name in sorted({*kept, *wanted}):
-    if kept.get(name) != wanted.get(name):
-      there, here = (found.get(name, "absent") for found in (kept, wanted))
-      raise ConfigError(f"{path} is not of the config beside it: {name} is {there} there, {here} by the config")
+  _check_parameters(path, abstract)
   context = ocp.Context()
   context.pytree.loading.partial_load = True
   with context:
     return ocp.load(path, {"parameters": abstract})["parameters"]
 
 
-def _foreign(path: Path) -> str:
-  return f"{path} has a manifest that is right, and yet is no checkpoint of this program"
+def _check_parameters(path: Path, abstract: Any) -> None:
+  try:
+    kept = _shapes(ocp.metadata(path).metadata["parameters"])
+  except Exception as error:  # whatever Orbax makes of a directory that it did not write
+    raise ConfigError(f"{path} has a manifest that is right, and yet is no checkpoint of this program") from error
+  wanted = _shapes(abstract)
+  for name in sorted({*kept, *wanted}):
+    if kept.get(name) != wanted.get(name):
+      there, here = (found.get(name, "absent") for found in (kept, wanted))
+      raise ConfigError(f"{path} is not of the config beside it: {name} is {there} there, {here} by the config")
 
 
 def _shapes(tree: Any) -> dict[str, str]:
