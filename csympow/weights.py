@@ -12,6 +12,7 @@ docs/weights.md names every tensor. Exit codes are those of `csympow.command`.
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import re
 import shutil
@@ -172,16 +173,21 @@ def _expected(path: str | Path, shape: ModelConfig, names: set[str]) -> tuple[An
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit code."""
+  logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax explains at length what `fail` says in a line
   try:
     options = _parse(arguments)
     {"export": _export, "import": _import, "show": _show}[options.command](options)
   except ConfigError as error:
     return fail(str(error), EXIT_USAGE)
-  except OSError as error:
+  except Exception as error:
     full = no_room(error, "the disk")
-    return fail(full or f"{error.filename or 'failed'}: {error.strerror or error}", EXIT_ERROR if full else EXIT_USAGE)
-  except safetensors.SafetensorError as error:  # of a write that failed
-    return fail(no_room(error, "the disk") or _one_line(error), EXIT_ERROR)
+    if full is not None:
+      return fail(full, EXIT_ERROR)
+    if isinstance(error, OSError):
+      return fail(f"{error.filename or 'failed'}: {error.strerror or error}", EXIT_USAGE)
+    if isinstance(error, safetensors.SafetensorError):  # of a write that failed
+      return fail(_one_line(error), EXIT_ERROR)
+    raise
   return EXIT_DONE
 
 
@@ -294,4 +300,7 @@ def _stopped(*_: Any) -> None:
 if __name__ == "__main__":
   for _signal in (signal.SIGTERM, signal.SIGINT):
     signal.signal(_signal, _stopped)
-  sys.exit(main())
+  _code = main()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(_code)  # Python would first give the signals back, and die of one that comes then

@@ -89,8 +89,8 @@ def test_a_used_directory_is_not_imported_into(file, tmp_path, capsys):
 
 
 def test_an_import_that_fails_leaves_nothing(file, tmp_path, capsys, monkeypatch):
-  def full(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+  def full(*_):  # as Orbax tells of it
+    raise ValueError(f"RESOURCE_EXHAUSTED: Failed writing: {os.strerror(errno.ENOSPC)}")
 
   monkeypatch.setattr(Checkpoints, "save", full)
   before = sorted(tmp_path.iterdir())
