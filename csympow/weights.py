@@ -32,7 +32,7 @@ from flax import nnx
 
 from csympow.command import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, Parser, fail, no_room
 from csympow.config import Config, ConfigError, from_dict, to_dict
-from csympow.disk import sync_directory
+from csympow.disk import require_writable, sync_directory
 from csympow.model import ModelConfig, Transformer
 from csympow.train.metrics import size
 
@@ -213,9 +213,7 @@ def _export(options: argparse.Namespace) -> None:
 
   if options.out.is_dir():
     raise ConfigError(f"--out={options.out} must be a file to write, and is a directory")
-  options.out.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryFile(dir=options.out.parent):
-    pass  # it can be written to: better known now than when all is read
+  require_writable(options.out.parent, f"--out={options.out}")
   run = open_run(options.workdir, options.step)
   stored = workdir.stored(options.workdir)
   assert stored is not None

@@ -5,7 +5,6 @@ import importlib
 import logging
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from csympow.command import (
   fail,
 )
 from csympow.config import ConfigError
+from csympow.disk import require_writable
 from csympow.evaluate.kept import anything_kept
 from csympow.train.stop import Stop, Stopped
 
@@ -113,12 +113,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, ModuleType]:
 
 def _make(directory: Path, task: str) -> None:
   """Makes the directory; raises a ConfigError unless the results can be written to it when they are there."""
-  try:
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=directory):
-      pass
-  except OSError as error:
-    raise ConfigError(f"--out={directory} cannot be written to: {os.strerror(error.errno or 0)}") from error
+  require_writable(directory, f"--out={directory}")
   if (directory / "config.json").exists() and (directory / "checkpoints").exists():
     raise ConfigError(f"--out={directory} is the directory of a run, which has results of its own; give another")
   for name in (f"{task}.csv", f"{task}.png", f"{task}.json"):
