@@ -1,6 +1,7 @@
 """Work that is cut off goes on where it stood, to the same result; and nothing is read in more memory than there is."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,6 +16,7 @@ from csympow.evaluate.kept import Kept, anything_kept, digest
 from csympow.evaluate.runs import Run
 from csympow.evaluate.stretches import Stretches
 from csympow.model import ModelConfig, Transformer
+from csympow.softmax import KVCache
 from csympow.train.stop import Stop
 from tests.evaluating import arguments, make_weights
 
@@ -106,16 +108,18 @@ def test_what_was_half_done_and_is_damaged_is_done_again(tmp_path):
 
 
 def test_bfloat16_survives_being_kept(tmp_path):
-  model = run_of(variant="softmax", dtype="bfloat16").model
-  shape = caches.Shape(2, 8, 8, keep_keys=False)
-  cache = jax.tree.map(lambda x: x + 1, caches.empty_cache(model, shape))
+  keys = jnp.arange(24, dtype=jnp.bfloat16).reshape(2, 3, 2, 2) / 7
+  cache = KVCache(keys, -keys, jnp.arange(2))
   pass_ = halfway.HalfWay(Kept(tmp_path, "context"), "key", {}, lambda done: None)
   pass_.keep(8, cache)
-  jax.tree.map(np.testing.assert_array_equal, pass_.resume(caches.empty_cache(model, shape))[1], cache)
+  _, found = pass_.resume(jax.tree.map(jnp.zeros_like, cache))
+  assert found.k.dtype == jnp.bfloat16
+  jax.tree.map(np.testing.assert_array_equal, found, cache)
 
 
 def test_a_sample_that_was_cut_off_goes_on_to_the_same_text(tmp_path, monkeypatch):
   monkeypatch.setattr(writing, "_KEPT_EVERY_S", 0.0)
+  monkeypatch.setattr(caches, "PIECE", 4)  # so that one program reads prompts of any length
   run, prompts = run_of(), [np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)]
   drawn = list(generate(run.model, prompts, 7, Sampling(1.0, seed=3), first_row=4))
 
@@ -125,9 +129,9 @@ def test_a_sample_that_was_cut_off_goes_on_to_the_same_text(tmp_path, monkeypatc
     ).written()
 
   with pytest.raises(InterruptedError):
-    written(CutOff(5))  # the prompts, and four tokens
+    written(CutOff(6))  # the prompts in two pieces, and four tokens
   assert anything_kept(tmp_path, "sample")
-  again = CutOff(4)
+  again = CutOff(6)  # nine tokens in three pieces, and three
   found = written(again)
   assert again.found == [2 * 4]
   np.testing.assert_array_equal(found["tokens"], [one.tokens for one in drawn])
