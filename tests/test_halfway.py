@@ -11,7 +11,7 @@ from csympow.config import ConfigError
 from csympow.data.progress import Progress
 from csympow.data.tokenizer import ByteTokenizer
 from csympow.evaluate import caches, context, context_report, halfway, memory, sample, writing
-from csympow.evaluate.generation import Drawn, Sampling, generate, rows_together
+from csympow.evaluate.generation import Drawn, Room, Sampling, generate, room_for
 from csympow.evaluate.kept import Kept, anything_kept, digest
 from csympow.evaluate.runs import Run
 from csympow.evaluate.stretches import Stretches
@@ -124,9 +124,8 @@ def test_a_sample_that_was_cut_off_goes_on_to_the_same_text(tmp_path, monkeypatc
   drawn = list(generate(run.model, prompts, 7, Sampling(1.0, seed=3), first_row=4))
 
   def written(progress):
-    return writing.Writer(
-      run, prompts, 7, Sampling(1.0, seed=3), 4, False, Kept(tmp_path, "sample"), progress
-    ).written()
+    kept = Kept(tmp_path, "sample")
+    return writing.Writer(run, prompts, 7, Sampling(1.0, seed=3), Room(3, 6), 4, False, kept, progress).written()
 
   with pytest.raises(InterruptedError):
     written(CutOff(6))  # the prompts in two pieces, and four tokens
@@ -140,7 +139,8 @@ def test_a_sample_that_was_cut_off_goes_on_to_the_same_text(tmp_path, monkeypatc
 
 
 def test_prompts_are_written_in_groups_that_fit_and_show_progress(tmp_path, monkeypatch, capsys):
-  def fake(model, prompts, count, sampling, *, first_row, written, check):
+  def fake(model, prompts, count, sampling, *, room, first_row, written, check):
+    assert room == (2, 3)
     check(sum(map(len, prompts)))
     for number in range(count):  # of row r: "a", "b", ... from r on
       yield Drawn(97 + first_row + np.arange(len(prompts)) + number, np.zeros(len(prompts)))
@@ -217,7 +217,7 @@ def test_memory_is_bounded_whatever_is_asked():
       assert shape.rows == 1 or cache <= 4 * 2**30
       if model is softmax:
         assert shape.piece == 16 or 4 * 12 * shape.rows * shape.piece * shape.slots <= 2**30
-    assert rows_together(softmax, length, 128, 10**6) <= 64
+    assert room_for(softmax, [np.zeros(length, int)] * 100, 128).rows <= 64
   assert caches.shape_for(four, 65_536, 1).keep_keys  # 2.5 GB instead of 28
   assert not caches.shape_for(four, 2**20, 1).keep_keys
   assert not caches.shape_for(two, 4096, 1).keep_keys

@@ -38,6 +38,13 @@ class Sampling(NamedTuple):
   seed: int = 0
 
 
+class Room(NamedTuple):
+  """What the programs are compiled for: so many prompts, of at most so many tokens."""
+
+  rows: int
+  prompt: int
+
+
 class Drawn(NamedTuple):
   """One more token of every row."""
 
@@ -51,6 +58,7 @@ def generate(
   count: int,
   sampling: Sampling,
   *,
+  room: Room | None = None,
   first_row: int = 0,
   written: Int[np.ndarray, "n B"] | None = None,
   check: Callable[[int], None] = lambda done: None,
@@ -62,6 +70,7 @@ def generate(
     prompts: what to continue.
     count: tokens for each.
     sampling: how they are drawn.
+    room: what to compile for, so that other calls find it compiled; None: just these prompts.
     first_row: the number of the first prompt among all that draw by this seed.
     written: tokens of each prompt that were drawn before, and are not drawn again.
     check: called before each piece of the prompts with the tokens that it has.
@@ -69,8 +78,9 @@ def generate(
   done = 0 if written is None else len(written)
   if written is not None and done:
     prompts = [np.concatenate([prompt, more]) for prompt, more in zip(prompts, written.T, strict=True)]
-  rows, longest = len(prompts), max(map(len, prompts))
-  shape = _shape(model, rows, longest, longest + count - done)
+  longest = max(map(len, prompts))
+  rows, most = room or Room(len(prompts), longest - done)
+  shape = _shape(model, rows, most + done, most + count)
   logits, cache = read_prompts(model, prompts, empty_cache(model, shape), shape, check)
   keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(sampling.seed)))(first_row + jnp.arange(rows))
   how = (
@@ -84,13 +94,14 @@ def generate(
       if isinstance(cache, KeyCache) and longest + number - done == cache.k.shape[2]:
         cache = _fold(model, cache)
       logits, cache = _step(model, token, cache)  # under way while the token is looked at
-    yield Drawn(np.asarray(token), np.asarray(log_p))
+    yield Drawn(np.asarray(token)[: len(prompts)], np.asarray(log_p)[: len(prompts)])
 
 
-def rows_together(model: Transformer, prompt: int, count: int, rows: int) -> int:
-  """How many prompts of at most this length are best continued side by side."""
+def room_for(model: Transformer, prompts: list[Int[np.ndarray, "_"]], count: int) -> Room:
+  """How many of some prompts are best continued side by side, by so many tokens."""
   logits = max(1, _LOGIT_BYTES // (4 * model.config.padded_vocab_size))
-  return shape_for(model, prompt, min(rows, logits), count).rows
+  longest = max(map(len, prompts))
+  return Room(shape_for(model, longest, min(len(prompts), logits), count).rows, longest)
 
 
 def continuation(model: Transformer, prompt: np.ndarray, count: int, temperature: float, seed: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from csympow.data.progress import Progress
 from csympow.evaluate import results
 from csympow.evaluate.caches import memory_of
 from csympow.evaluate.flags import natural, positive, seed
-from csympow.evaluate.generation import Sampling, folded_after, rows_together
+from csympow.evaluate.generation import Sampling, folded_after, room_for
 from csympow.evaluate.kept import Kept
 from csympow.evaluate.runs import Run, open_runs
 from csympow.evaluate.writing import Writer, show
@@ -149,11 +149,11 @@ def _timed(
   The time of a step is then that of all groups.
   """
   print(f"--- {run.label}, step {run.step:,} ---", flush=True)
-  rows = rows_together(run.model, max(map(len, prompts)), count, len(prompts))
+  room = room_for(run.model, prompts, count)
   samples, first_s, steps = [], 0.0, []
-  for first in range(0, len(prompts), rows):
-    group = prompts[first : first + rows]
-    writer = Writer(run, group, count, sampling, first, len(prompts) == 1, kept, progress)
+  for first in range(0, len(prompts), room.rows):
+    group = prompts[first : first + room.rows]
+    writer = Writer(run, group, count, sampling, room, first, len(prompts) == 1, kept, progress)
     written = writer.written()
     tokens, log_p = (zip(*written[name], strict=True) for name in ("tokens", "log_p"))
     made = [_cut(run, *found) for found in zip(group, tokens, log_p, strict=True)]

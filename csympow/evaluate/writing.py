@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from csympow.data.progress import Progress
-from csympow.evaluate.generation import Sampling, generate
+from csympow.evaluate.generation import Room, Sampling, generate
 from csympow.evaluate.kept import Kept, digest
 from csympow.evaluate.runs import Run
 
@@ -53,6 +53,7 @@ class Writer:
     prompts: what is continued.
     count: tokens for each.
     sampling: how they are drawn.
+    room: for as many and as long prompts as any group of the command has.
     first_row: the number of the first prompt among all of the command.
     alone: whether it is the only one: then its text is shown as it comes.
     kept: where what is written is kept, to go on from if it is cut off.
@@ -65,13 +66,14 @@ class Writer:
     prompts: list[Int[np.ndarray, "_"]],
     count: int,
     sampling: Sampling,
+    room: Room,
     first_row: int,
     alone: bool,
     kept: Kept,
     progress: Progress,
   ) -> None:
-    self._run, self._prompts, self._count, self._sampling, self._first_row = run, prompts, count, sampling, first_row
-    self._alone, self._kept, self._progress = alone, kept, progress
+    self._run, self._prompts, self._count, self._sampling = run, prompts, count, sampling
+    self._room, self._first_row, self._alone, self._kept, self._progress = room, first_row, alone, kept, progress
     self._key = digest(
       run.identity, run.config.model, run.config.data.tokenizer, count, sampling._asdict(), first_row, *prompts
     )
@@ -95,6 +97,7 @@ class Writer:
       self._prompts,
       self._count,
       self._sampling,
+      room=self._room,
       first_row=self._first_row,
       written=np.asarray(found["tokens"], np.int32).reshape(before, rows),
       check=self._reading,
