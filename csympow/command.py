@@ -14,6 +14,10 @@ from csympow.config import ConfigError
 EXIT_DONE, EXIT_ERROR, EXIT_USAGE, EXIT_NOT_FINITE, EXIT_STOPPED = 0, 1, 2, 3, 75
 
 
+class NotFiniteError(Exception):
+  """What a model says is no number; the message is one line."""
+
+
 class Parser(argparse.ArgumentParser):
   """Refuses by a ConfigError, as everything else does."""
 
@@ -26,6 +30,18 @@ def fail(line: str, code: int) -> int:
   """Says why on standard error; returns the exit code."""
   print(f"csympow: {line}", file=sys.stderr, flush=True)
   return code
+
+
+def explained(error: BaseException, where: str) -> str | None:
+  """The line for an error of the machine rather than of the program: no room, no memory, a file that is in the way."""
+  full = no_room(error, where)
+  if full is not None:
+    return f"{full}; the same command goes on from what is there"
+  if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+    return "there is not enough memory for this"
+  if isinstance(error, OSError) and error.filename is not None:
+    return f"{error.filename}: {error.strerror}"
+  return None
 
 
 def no_room(error: BaseException | None, where: str) -> str | None:

@@ -254,6 +254,9 @@ class Config:
 
   def __post_init__(self) -> None:
     _require_at_least(self, 1, "context", "batch_tokens", "accumulation", "steps")
+    _require(self.model.vocab_size < 2**31, f"model.vocab_size must be below 2^31, got {self.model.vocab_size}")
+    _require(self.steps < 2**31, f"steps must be below 2^31, got {self.steps}")
+    _require(self.batch_tokens < 2**40, f"batch_tokens must be below 2^40, got {self.batch_tokens}")
     _require(0 <= self.seed < 2**31, f"seed must be from 0 to 2^31 - 1, got {self.seed}")
     _require(
       self.batch_tokens % self.context == 0,

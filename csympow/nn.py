@@ -56,6 +56,8 @@ def check_options(given: Mapping[str, Any]) -> None:
   """Raises a ValueError, in one line, for options of the layer that mean nothing, alone or together."""
   for name in ("d_model", "num_heads", "max_length"):
     require_count(name, given[name])
+  if given["max_length"] >= 2**63:
+    raise ValueError(f"max_length must be below 2**63, got {given['max_length']}")
   check_power(given["power"])
   check_chunk_size(given["chunk_size"])
   d_model, num_heads, num_kv_heads, head_dim = (given[name] for name in _SIZES)

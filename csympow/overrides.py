@@ -74,8 +74,8 @@ def _run(file: Path, schema: type) -> Any:
     config = module.get_config()
   except ConfigError:
     raise
-  except Exception as error:  # whatever a user's file raises is the user's to read
-    raise ConfigError(f"{file}: {type(error).__name__}: {error}") from error
+  except (Exception, SystemExit) as error:  # whatever a user's file raises is the user's to read
+    raise ConfigError(f"{file}: {type(error).__name__}: {' '.join(str(error).split())}") from error
   if not isinstance(config, schema):
     wanted = f"{schema.__module__}.{schema.__name__}"
     raise ConfigError(f"{file}: get_config() must return a {wanted}, got {type(config).__name__}")

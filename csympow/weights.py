@@ -12,8 +12,11 @@ docs/weights.md names every tensor. Exit codes are those of `csympow.command`.
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import re
+import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,9 +30,9 @@ import safetensors
 import safetensors.numpy
 from flax import nnx
 
-from csympow.command import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, Parser, fail, no_room
+from csympow.command import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, Parser, fail, no_room
 from csympow.config import Config, ConfigError, from_dict, to_dict
-from csympow.disk import sync_directory
+from csympow.disk import require_writable, sync_directory
 from csympow.model import ModelConfig, Transformer
 from csympow.train.metrics import size
 
@@ -69,6 +72,7 @@ def save(path: str | Path, weights: Weights) -> None:
   }
   temporary = path.with_name(f".{path.name}.unfinished")
   try:
+    temporary.open("wb").close()  # an OSError that says why, where safetensors has an error of its own for everything
     safetensors.numpy.save_file(to_tensors(weights.model), temporary, metadata)
     with temporary.open("rb") as opened:
       os.fsync(opened.fileno())
@@ -169,16 +173,21 @@ def _expected(path: str | Path, shape: ModelConfig, names: set[str]) -> tuple[An
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit code."""
+  logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax explains at length what `fail` says in a line
   try:
     options = _parse(arguments)
     {"export": _export, "import": _import, "show": _show}[options.command](options)
   except ConfigError as error:
     return fail(str(error), EXIT_USAGE)
-  except OSError as error:
+  except Exception as error:
     full = no_room(error, "the disk")
-    return fail(full or f"{error.filename or 'failed'}: {error.strerror or error}", EXIT_ERROR if full else EXIT_USAGE)
-  except safetensors.SafetensorError as error:  # of a write that failed
-    return fail(_one_line(error), EXIT_ERROR)
+    if full is not None:
+      return fail(full, EXIT_ERROR)
+    if isinstance(error, OSError):
+      return fail(f"{error.filename or 'failed'}: {error.strerror or error}", EXIT_USAGE)
+    if isinstance(error, safetensors.SafetensorError):  # of a write that failed
+      return fail(_one_line(error), EXIT_ERROR)
+    raise
   return EXIT_DONE
 
 
@@ -202,12 +211,14 @@ def _export(options: argparse.Namespace) -> None:
   from csympow.evaluate.runs import open_run
   from csympow.train import workdir
 
+  if options.out.is_dir():
+    raise ConfigError(f"--out={options.out} must be a file to write, and is a directory")
+  require_writable(options.out.parent, f"--out={options.out}")
   run = open_run(options.workdir, options.step)
   stored = workdir.stored(options.workdir)
   assert stored is not None
   tokenizer = run.tokenizer.content.decode() if isinstance(run.tokenizer, BPETokenizer) else ""
   tokenizer = tokenizer or (run.tokenizer.name if run.tokenizer is not None else "")
-  options.out.parent.mkdir(parents=True, exist_ok=True)
   save(options.out, Weights(run.model, run.config, run.step, str(stored["data"]), tokenizer))
   print(f"wrote {options.out}, {size(options.out.stat().st_size)}: {run.label}, step {run.step:,}")
 
@@ -235,21 +246,27 @@ def _import(options: argparse.Namespace) -> None:
         BPETokenizer(file)
       except ValueError as error:
         raise ConfigError(f"{options.file}: its tokenizer cannot be used: {error}") from error
-  directory.mkdir(parents=True, exist_ok=True)
-  if tokenizer not in ("", "bytes"):
-    file = directory / "tokenizer.json"
-    file.write_text(tokenizer)
-    tokenizer = str(file.absolute())
+    tokenizer = str(directory.absolute() / "tokenizer.json")
   if tokenizer:
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=tokenizer))
-  workdir.claim(directory, config, weights.data)
-  program = Program(config, None)
-  state = jax.jit(program.init)()._replace(
-    step=jnp.asarray(weights.step, jnp.int32), parameters=nnx.to_pure_dict(nnx.split(weights.model)[1])
-  )
-  checkpoints = Checkpoints(directory.absolute() / "checkpoints", config.checkpoint)
-  checkpoints.save(state)
-  checkpoints.wait()
+  # In a directory beside it that gets its name at the end: half an import is none.
+  unfinished = directory.absolute().with_name(f".{directory.absolute().name}.unfinished")
+  shutil.rmtree(unfinished, ignore_errors=True)
+  unfinished.mkdir(parents=True)
+  try:
+    if weights.tokenizer not in ("", "bytes"):
+      (unfinished / "tokenizer.json").write_text(weights.tokenizer)
+    workdir.claim(unfinished, config, weights.data)
+    state = jax.jit(Program(config, None).init)()._replace(
+      step=jnp.asarray(weights.step, jnp.int32), parameters=nnx.to_pure_dict(nnx.split(weights.model)[1])
+    )
+    checkpoints = Checkpoints(unfinished / "checkpoints", config.checkpoint)
+    checkpoints.save(state)
+    checkpoints.wait()
+    unfinished.rename(directory)
+    sync_directory(directory.absolute().parent)
+  finally:
+    shutil.rmtree(unfinished, ignore_errors=True)
   print(f"imported {options.file} to {directory}, step {weights.step:,}")
 
 
@@ -272,5 +289,16 @@ def _one_line(error: BaseException) -> str:
   return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+def _stopped(*_: Any) -> None:
+  """On a signal there is nothing to save: a file or a run is there as a whole or not at all."""
+  os.write(2, b"csympow: stopped; the same command begins anew\n")
+  os._exit(EXIT_STOPPED)
+
+
 if __name__ == "__main__":
-  sys.exit(main())
+  for _signal in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(_signal, _stopped)
+  _code = main()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(_code)  # Python would first give the signals back, and die of one that comes then

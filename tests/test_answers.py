@@ -1,11 +1,12 @@
 """Answers do not depend on how prompts were put together, and no length needs a program of its own."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from csympow.evaluate import answers
+from csympow.evaluate import caches, reading
 from csympow.evaluate.answers import Answerer, Question
 from csympow.model import ModelConfig, Transformer
 from csympow.train.loss import token_losses
@@ -35,8 +36,8 @@ def questions(lengths):
   ],
 )
 def test_replies_are_those_of_each_prompt_alone(monkeypatch, variant, power):
-  monkeypatch.setattr(answers, "_PIECE", 4)  # of prompts and of answers
-  monkeypatch.setattr(answers, "_ROWS", 3)
+  monkeypatch.setattr(caches, "PIECE", 4)  # of prompts and of answers
+  monkeypatch.setattr(caches, "_ROWS", 3)
   model, asked = model_of(variant, power), questions([1, 4, 7, 13, 16, 9, 3])
   seen = []
   replies = list(Answerer(model, 16, 5, 4).replies(asked, seen.append))
@@ -63,9 +64,13 @@ def test_all_lengths_share_one_program(monkeypatch):
   traced = []
   prefill = Transformer.prefill_hidden
   monkeypatch.setattr(Transformer, "prefill_hidden", lambda self, *a: (traced.append(a[0].shape), prefill(self, *a))[1])
-  monkeypatch.setattr(answers, "_PIECE", 11)  # of this test only: no other has compiled for it
-  answerer = Answerer(model_of("conformal"), 40, 2, 1, together=2)
+  monkeypatch.setattr(caches, "PIECE", 11)  # of this test only: no other has compiled for it
+  before = reading._advance._cache_size()
+  # Committed to a device, as the parameters of a checkpoint are.
+  model = jax.device_put(model_of("conformal"), jax.devices()[0])
+  answerer = Answerer(model, 40, 2, 1, together=2)
   for lengths in ([3, 5], [40, 38], [12, 20]):
     list(answerer.replies([q._replace(answers=(np.arange(2),)) for q in questions(lengths)]))
   assert sorted(set(traced)) == [(2, 2), (2, 11)]
   assert len(traced) == 2
+  assert reading._advance._cache_size() == before + 1

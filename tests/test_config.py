@@ -90,6 +90,10 @@ def test_overrides_that_only_make_sense_together_are_taken_together():
     ("model.variant", "linear", "model.variant must be one of"),
     ("model.num_heads", "0", "model.num_heads must be"),
     ("optimizer.warmup_steps", "99", "must fit in steps=40"),
+    ("steps", "1e10", "steps must be below 2^31"),
+    ("batch_tokens", "1e30", "batch_tokens must be below 2^40"),
+    ("model.vocab_size", "1e12", "model.vocab_size must be below 2^31"),
+    ("model.max_length", "1e30", "model.max_length must be below 2**63"),
   ],
 )
 def test_what_means_nothing_is_refused_in_one_line(name, value, told):
@@ -105,7 +109,8 @@ def test_what_means_nothing_is_refused_in_one_line(name, value, told):
     ("def get_config(): return 3", "must return a csympow.config.Config, got int"),
     ("def get_confg(): return 3", "has no attribute 'get_config'"),
     ("syntax error here", "SyntaxError"),
-    ("raise SystemError('out of luck')", "SystemError: out of luck"),
+    ("raise SystemError('out of\\nluck')", "SystemError: out of luck"),
+    ("import sys\nsys.exit('no')", "SystemExit: no"),
   ],
 )
 def test_a_config_file_that_is_none_is_refused_in_one_line(tmp_path, text, told):
@@ -113,6 +118,7 @@ def test_a_config_file_that_is_none_is_refused_in_one_line(tmp_path, text, told)
   with pytest.raises(ConfigError, match=r"c\.py") as caught:
     overrides.load(str(tmp_path / "c.py"))
   assert told in str(caught.value)
+  assert "\n" not in str(caught.value)
 
 
 def test_a_missing_config_file_is_told_with_the_nearest():

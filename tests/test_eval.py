@@ -12,14 +12,16 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from orbax.checkpoint import v1 as ocp
 
 from csympow.config import ConfigError
 from csympow.data.progress import Progress
-from csympow.evaluate import context, curves, streaming
+from csympow.evaluate import caches, context, curves, streaming
 from csympow.evaluate.kept import Kept
 from csympow.evaluate.runs import open_run
 from csympow.evaluate.stretches import common_stretches
 from csympow.sharding import Layout, make_mesh, mesh_sizes
+from csympow.train.checkpoint import write_manifest
 from csympow.train.stop import Stop
 from tests import running
 from tests.comparing import quick_jit
@@ -28,11 +30,11 @@ from tests.comparing import quick_jit
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation():
   """What is compiled here runs for moments: small pieces, and no time spent on making them fast."""
-  piece, streaming._PIECE = streaming._PIECE, 64
+  piece, caches.PIECE = caches.PIECE, 64
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
-  streaming._PIECE = piece
+  caches.PIECE = piece
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,9 @@ def test_a_run_saved_on_eight_devices_opens_on_one_as_it_was(tmp_path):
     ("another config", r"is not of the config beside it: embedding.embedding is float32\[256, 16\] there"),
     ("another variant", "layers.attention.beta.kernel is .* there, absent by the config"),
     ("another version", "no field model.colour"),
+    ("nothing vouched for", "MANIFEST.json vouches for no file"),
+    ("a bomb", "MANIFEST.json cannot be read"),
+    ("foreign", "is no checkpoint of this program"),
     ("step", "--step=7 must be one of 0"),
   ],
 )
@@ -95,6 +100,14 @@ def test_what_is_no_run_of_its_config_is_refused_in_one_line(run_directory, tmp_
   elif spoil == "truncated":
     largest = max((file for file in workdir.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
+  elif spoil == "nothing vouched for":
+    (workdir / "checkpoints" / "0" / "MANIFEST.json").write_text('{"sha256": {}}')
+  elif spoil == "a bomb":
+    (workdir / "checkpoints" / "0" / "MANIFEST.json").write_text("[" * 200_000)
+  elif spoil == "foreign":
+    shutil.rmtree(workdir / "checkpoints" / "0")
+    ocp.save(workdir.absolute() / "checkpoints" / "0", {"theirs": jax.numpy.ones(3)})
+    write_manifest(workdir / "checkpoints" / "0")
   elif spoil == "another config":
     config["config"]["model"]["d_model"] = 32
   elif spoil == "another variant":
@@ -161,7 +174,7 @@ def test_one_program_serves_every_length_in_memory_that_does_not_grow(run_direct
   alive = {}
   for length in (256, 512, 4096):
     tokens, targets = common_stretches([run], None, length, 2).rows([0, 1])
-    shape = streaming.shape_for(run.model, length, 2)
+    shape = caches.shape_for(run.model, length, 2)
     alive[length] = 0
     for _ in streaming.stream(run.model, tokens, targets, shape):
       alive[length] = max(alive[length], sum(array.nbytes for array in jax.live_arrays()))
@@ -171,13 +184,8 @@ def test_one_program_serves_every_length_in_memory_that_does_not_grow(run_direct
 
 def test_kept_results_are_used_again_but_not_for_another_checkpoint_or_other_text(run_directory, tmp_path, monkeypatch):
   passes = []
-  real = context._pass
-
-  def counted(run, stretches, group, context, *rest):
-    passes.append((run.label, context))
-    return real(run, stretches, group, context, *rest)
-
-  monkeypatch.setattr(context, "_pass", counted)
+  real = context.Pass.results
+  monkeypatch.setattr(context.Pass, "results", lambda self: passes.append(self) or real(self))
 
   def measured(workdir, first=0):
     run = open_run(workdir, None)
@@ -237,17 +245,33 @@ def test_an_interrupted_evaluation_keeps_what_it_has_and_goes_on_to_the_same_res
     (("--out={out}",), "the following arguments are required: --task"),
     (("--task=dance", "--out={out}"), "invalid choice: 'dance'"),
     (("--task=context", "--workdir={run}"), "the following arguments are required: --out"),
-    (("--task=context", "--workdir={run}", "--out={run}/config.json"), "cannot be made"),
-    (("--task=context", "--workdir={run}", "--out={out}", "--max_context=1"), "--max_context must be at least 2"),
-    (("--task=context", "--workdir={run}", "--out={out}", "--documents=0"), "--documents must be at least 1"),
+    (("--task=context", "--workdir={run}", "--out={run}/config.json"), "cannot be written to: File exists"),
+    (("--task=context", "--workdir={run}", "--out={out}", "--max_context=1"), "--max_context must be from 2 to"),
+    (("--task=context", "--workdir={run}", "--out={out}", "--documents=0"), "--documents: must be a positive integer"),
     (("--task=context", "--workdir={run}", "--out={out}", "--heldout=/nowhere"), "there is no dataset at /nowhere"),
     (("--task=context", "--workdir=/nowhere", "--out={out}"), "there is none"),
+    (("--task=context", "--workdir={run}", "--workdir={run}/../{name}", "--out={out}"), "is given twice"),
+    (("--task=context", "--workdir={run}", "--out={run}"), "is the directory of a run, which has results of its own"),
+    (("--task=context", "--workdir={run}", "--out={out}", "--max_context=4294967296"), "--max_context must be from 2"),
+    (("--task=recall", "--out={out}", "--workdir={run}"), "--workdir is for tasks that read runs; --task=recall"),
+    (("--task=recall", "--out={out}", "--step=3"), "--step is for tasks that read runs"),
+    (("--task=recall", "--out={out}", "--max_context=99"), "--max_context is for tasks that read runs"),
+    (("--task=recall", "--out={out}", "--seed=99999999999999999999"), "--seed: must be below 2^31"),
+    (("--task=sample", "--out={out}", "--workdir={run}", "--tokens=0"), "--tokens: must be a positive integer"),
+    (("--task=sample", "--out={out}", "--workdir={run}", "--prompts={out}/bomb.json"), "bomb.json cannot be read"),
+    (("--task=memory", "--out={out}/taken", "--workdir={run}", "--max_context=9"), "cannot be kept there"),
+    (("--task=memory", "--out={out}/full", "--workdir={run}"), "memory.png would be written there, and it is a dir"),
   ],
 )
 def test_a_command_that_cannot_work_is_one_line_and_exit_code_2(run_directory, tmp_path, capfd, given, told):
   from csympow.evaluate import program
 
-  line = [part.format(out=tmp_path / "out", run=run_directory) for part in given]
+  out = tmp_path / "out"
+  (out / "taken").mkdir(parents=True)
+  (out / "taken" / ".kept").touch()
+  (out / "full" / "memory.png").mkdir(parents=True)
+  (out / "bomb.json").write_text("[" * 200_000)
+  line = [part.format(out=out, run=run_directory, name=run_directory.name) for part in given]
   assert program._run(line, Stop()) == 2
   errors = capfd.readouterr().err
   assert told in errors

@@ -11,7 +11,8 @@ import pytest
 
 from csympow.config import ConfigError
 from csympow.data.progress import Progress
-from csympow.evaluate import memory, streaming
+from csympow.evaluate import caches, memory
+from csympow.evaluate.kept import Kept
 from csympow.evaluate.runs import open_run
 from csympow.evaluate.stretches import common_stretches
 from csympow.gates import memory_length
@@ -23,11 +24,11 @@ from tests.comparing import quick_jit
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation():
   """What is compiled here runs for moments."""
-  piece, streaming._PIECE = streaming._PIECE, 16
+  piece, caches.PIECE = caches.PIECE, 16
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
-  streaming._PIECE = piece
+  caches.PIECE = piece
 
 
 def test_a_token_fades_when_the_gates_after_it_have_multiplied_up_to_1_over_e():
@@ -51,11 +52,13 @@ def test_streamed_gates_are_those_of_one_pass_and_their_statistics_those_of_trai
   run = open_run(tmp_path / "run", None)
   stretches = common_stretches([run], None, 40, 3)
   tokens, _ = stretches.rows([0, 1, 2])
-  log_gate, beta = memory._gates(run, tokens, streaming.shape_for(run.model, 40, 3), Progress(1))
+  kept = Kept(tmp_path, "memory")
+  group = memory.Group(run, tokens, caches.shape_for(run.model, 40, 3), kept, "key", Progress(1))
+  group.read()
   wanted = quick_jit(lambda model, tokens: model.gates(tokens))(run.model, tokens)
-  np.testing.assert_allclose(log_gate, wanted[0], rtol=1e-4)
-  np.testing.assert_allclose(beta, wanted[1], rtol=1e-4)
-  heads = memory.measure(run, stretches, Progress(1))
+  np.testing.assert_allclose(group.log_gate, wanted[0], rtol=1e-4)
+  np.testing.assert_allclose(group.beta, wanted[1], rtol=1e-4)
+  heads = memory.measure(run, stretches, kept, Progress(1))
   np.testing.assert_allclose(heads.at_mean_gate, memory_length(wanted[0].mean((1, 2))), rtol=1e-4)
   np.testing.assert_allclose(heads.beta_spread, np.std(wanted[1], axis=(1, 2)), rtol=1e-3)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from csympow.config import ConfigError
-from csympow.evaluate import answers, haystack, needles
+from csympow.evaluate import caches, haystack, needles
 from csympow.evaluate.answers import Answerer, Reply
 from csympow.evaluate.haystack import KINDS, NEEDLES, Haystack
 from csympow.evaluate.runs import open_run
@@ -129,7 +129,7 @@ def test_who_finds_needles_scores(run_directory, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_real_model_is_asked_and_what_was_computed_is_kept(run_directory, tmp_path, monkeypatch):
-  monkeypatch.setattr(answers, "_PIECE", 64)
+  monkeypatch.setattr(caches, "PIECE", 64)
   flags = ("--trials=2", "--kinds=queries", "--lengths=1000")
   needles.run(arguments(needles, tmp_path, *flags, workdir=[run_directory]))
   monkeypatch.setattr(Answerer, "replies", None)

@@ -1,14 +1,17 @@
 """The passkey task: prompts are what they say, and a model that knows the number scores."""
 
 import json
+import re
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from csympow import weights
+from csympow.command import NotFiniteError
 from csympow.config import ConfigError
 from csympow.data.tokenizer import train_bpe
-from csympow.evaluate import answers, passkey
+from csympow.evaluate import caches, passkey
 from csympow.evaluate.answers import Answerer, Reply
 from csympow.evaluate.prompts import split_answer
 from csympow.evaluate.runs import open_run
@@ -93,12 +96,16 @@ def test_who_knows_the_number_scores_and_who_does_not_does_not(byte_run, tmp_pat
   assert by_depth[1024, 100.0] == 1.0
   assert by_depth[1024, 0.0] == 0.0
   assert {(cell["nll"], cell["nll_other"]) for cell in found["cells"]} == {(1.0, 9.0)}
-  assert (tmp_path / "passkey.png").read_bytes().startswith(b"\x89PNG")
-  assert "a guess from 1 to 50,000 is 10.8 nats" in capsys.readouterr().out
+  colours = Image.open(tmp_path / "passkey.png").convert("RGB").getcolors(2**24)
+  assert len(colours) > 256, "a heat map of few colours"
+  printed = capsys.readouterr().out
+  assert "a guess from 1 to 50,000 is 10.8 nats" in printed
+  assert re.search(r"length +state +exact match", printed)
+  assert printed.count(" KiB ") == 2
 
 
 def test_a_real_model_is_asked_once_and_the_rest_is_kept(byte_run, tmp_path, monkeypatch):
-  monkeypatch.setattr(answers, "_PIECE", 64)
+  monkeypatch.setattr(caches, "PIECE", 64)
   args = arguments(passkey, tmp_path, "--trials=2", "--lengths=333", workdir=[byte_run])
   passkey.run(args)
   first = (tmp_path / "passkey.json").read_text()
@@ -106,6 +113,36 @@ def test_a_real_model_is_asked_once_and_the_rest_is_kept(byte_run, tmp_path, mon
   monkeypatch.setattr(Answerer, "replies", None)
   passkey.run(args)
   assert (tmp_path / "passkey.json").read_text() == first
+
+
+def test_answers_of_another_config_are_not_those_kept(tmp_path, monkeypatch):
+  directory, asked = make_run(tmp_path / "run"), []
+
+  def oracle(self, questions, check):
+    asked.extend(questions)
+    yield from (Reply(np.array([1.0, np.nan]), np.array([True, False]), np.zeros(10, int)) for _ in questions)
+
+  monkeypatch.setattr(Answerer, "replies", oracle)
+  args = arguments(passkey, tmp_path / "out", "--trials=1", "--lengths=400", workdir=[directory])
+  passkey.run(args)
+  passkey.run(args)
+  assert len(asked) == 11
+  config = json.loads((directory / "config.json").read_text())
+  config["config"]["model"]["gate_offset"] = 1.0
+  (directory / "config.json").write_text(json.dumps(config))
+  passkey.run(args)
+  assert len(asked) == 22
+
+
+def test_a_model_without_numbers_is_told_of_when_all_is_written(byte_run, tmp_path, monkeypatch, capsys):
+  def lost(self, questions, check):
+    yield from (Reply(np.array([np.nan, np.nan]), np.array([False, False]), np.zeros(10, int)) for _ in questions)
+
+  monkeypatch.setattr(Answerer, "replies", lost)
+  with pytest.raises(NotFiniteError, match="run, conformal p=2: likelihoods are not finite"):
+    passkey.run(arguments(passkey, tmp_path, "--trials=2", "--lengths=400", workdir=[byte_run]))
+  assert {cell["nll"] for cell in json.loads((tmp_path / "passkey.json").read_text())["cells"]} == {None}
+  assert " nan" in capsys.readouterr().out
 
 
 def test_the_first_integer_counts():
@@ -128,3 +165,5 @@ def test_lengths_that_hold_no_passkey_are_refused(byte_run, tmp_path):
     with pytest.raises(ConfigError, match="too short for a passkey") as caught:
       passkey.run(arguments(passkey, tmp_path, *flags, workdir=[byte_run], max_context=longest))
     assert "\n" not in str(caught.value)
+  with pytest.raises(ConfigError, match="--lengths: 2000 is more than --max_context=1000; raise that"):
+    passkey.run(arguments(passkey, tmp_path, "--lengths=500,2000", workdir=[byte_run], max_context=1000))

@@ -54,6 +54,12 @@ def test_a_rate_learns_as_it_would_alone_even_beside_one_that_diverges(monkeypat
     assert found.accuracy.shape == (2,)
 
 
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_training_of_two_steps_has_a_loss():
+  few = learner(train=((4, 1, 32),), test=((4, 1, 4),), rates=(1e-2,), epochs=1, batch=16, layers=1)
+  assert np.isfinite(few.train()).all()
+
+
 @pytest.mark.slow
 def test_a_model_learns_to_recall_the_only_pair_there_is():
   one = learner(train=((4, 1, 2048),), test=((4, 1, 100),), rates=(1e-2,), epochs=8, batch=64, widths=(16,))

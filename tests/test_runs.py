@@ -303,10 +303,13 @@ def campaign(tmp_path, whole, kills, seed):
   """Kills a run again and again at random moments until it has been killed so often; then lets it end."""
   rng = random.Random(seed)
   workdir = tmp_path / "run"
+  began = time.monotonic()
+  run(tmp_path / "timed", "--config.checkpoint.every=2")
+  took = time.monotonic() - began  # as busy as the machine is
   reached = []
   for _ in range(kills):
     process = start(workdir, "--config.checkpoint.every=2")
-    deadline = time.monotonic() + rng.uniform(1.0, 7.0)
+    deadline = time.monotonic() + rng.uniform(0.1, 1.0) * took
     while time.monotonic() < deadline and process.poll() is None:
       time.sleep(0.01)
     process.send_signal(rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))

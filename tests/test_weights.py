@@ -1,7 +1,9 @@
 """Weights in a file are the model, to the bit; a file that is anything else is refused in one line."""
 
 import dataclasses
+import errno
 import json
+import os
 import pathlib
 import re
 
@@ -17,6 +19,7 @@ from csympow.config import ConfigError, to_dict
 from csympow.data.tokenizer import train_bpe
 from csympow.evaluate.runs import open_run
 from csympow.nn import VARIANTS
+from csympow.train.checkpoint import Checkpoints
 from tests.comparing import quick_jit
 from tests.evaluating import make_run, make_weights
 
@@ -75,6 +78,34 @@ def test_an_imported_file_is_a_run_and_exports_to_the_same_file(tmp_path, capsys
   assert "layers.1.attention.gamma.kernel" in capsys.readouterr().out
   assert weights.main(["import", f"--file={tmp_path / 'run.safetensors'}", f"--workdir={directory}"]) == 2
   assert "holds a run already" in capsys.readouterr().err
+
+
+def test_a_used_directory_is_not_imported_into(file, tmp_path, capsys):
+  (tmp_path / "mine").mkdir()
+  (tmp_path / "mine" / "thesis.tex").write_text("important")
+  assert weights.main(["import", f"--file={file}", f"--workdir={tmp_path / 'mine'}"]) == 2
+  assert "is not empty" in capsys.readouterr().err
+  assert [(path.name, path.read_text()) for path in (tmp_path / "mine").iterdir()] == [("thesis.tex", "important")]
+
+
+def test_an_import_that_fails_leaves_nothing(file, tmp_path, capsys, monkeypatch):
+  def full(*_):  # as Orbax tells of it
+    raise ValueError(f"RESOURCE_EXHAUSTED: Failed writing: {os.strerror(errno.ENOSPC)}")
+
+  monkeypatch.setattr(Checkpoints, "save", full)
+  before = sorted(tmp_path.iterdir())
+  assert weights.main(["import", f"--file={file}", f"--workdir={tmp_path / 'run'}"]) == 1
+  assert "No space left on device" in capsys.readouterr().err
+  assert sorted(tmp_path.iterdir()) == before
+
+
+def test_where_nothing_can_be_written_is_known_before_anything_is_read(tmp_path, capsys):
+  (tmp_path / "file").touch()
+  for out, told in ((tmp_path / "file" / "m.safetensors", "File exists"), (tmp_path, "is a directory")):
+    assert weights.main(["export", "--workdir=/nowhere", f"--out={out}"]) == 2
+    errors = capsys.readouterr().err
+    assert told in errors
+    assert errors.count("\n") == 1
 
 
 def test_the_tokenizer_travels_with_the_weights(tmp_path):

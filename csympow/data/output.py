@@ -123,7 +123,7 @@ class Output:
       return None
     except OSError as error:
       raise Refused(f"cannot read {path}: {error.strerror}") from error
-    except ValueError:
+    except (ValueError, RecursionError):
       content = None
     if not isinstance(content, dict):
       raise Refused(f"{path} is damaged; give another --out or remove {self.path}")
@@ -156,7 +156,7 @@ class TokenCache:
     return self._directory / document[:2] / document
 
 
-def replace_file(path: Path, content: bytes, durable: bool = False) -> None:
+def replace_file(path: Path, content: bytes | memoryview, durable: bool = False) -> None:
   """Writes a file that is there whole or not at all."""
   unfinished = path.with_name(f"{path.name}.unfinished")
   try:

@@ -140,7 +140,7 @@ def find_tokenizer(data: DataConfig) -> Tokenizer | None:
       print("csympow: the tokenizers library is not installed: ids instead of text", file=sys.stderr, flush=True)
       return None
     return load_tokenizer("bytes" if told["name"] == "bytes" else str(described.parent / told["file"]))
-  except (OSError, ValueError, KeyError, TypeError) as error:
+  except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
     raise ConfigError(f"{described} names no tokenizer that can be read: {error}") from error
 
 

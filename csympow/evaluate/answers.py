@@ -15,14 +15,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from csympow.evaluate import caches
+from csympow.evaluate.reading import prefill_padded, read_prompts
 from csympow.model import Transformer
 from csympow.nn import Cache
 from csympow.train.loss import token_losses
 
-_PIECE = 512  # tokens of a row that enter the state at once
-_ROWS = 32  # prompts side by side, at most
-_TOKENS_AT_ONCE = 2**20  # of their whole length
-_CACHE_BYTES = 4 * 2**30  # that their states may take
+_TOGETHER = 32  # questions, where nobody says how many
 _LOGIT_BYTES = 2**30  # of the answers that are weighed
 
 
@@ -64,58 +63,37 @@ class Answerer:
   """
 
   def __init__(
-    self, model: Transformer, longest: int, answer_tokens: int = 1, count: int = 0, together: int = _ROWS
+    self, model: Transformer, longest: int, answer_tokens: int = 1, count: int = 0, together: int = _TOGETHER
   ) -> None:
     self._model, self._count = model, count
-    self._piece = min(_PIECE, longest)
-    self._answer_piece = min(_PIECE, answer_tokens)
-    read, weighed = (
-      -(-total // piece) * piece for total, piece in ((longest, self._piece), (answer_tokens, self._answer_piece))
-    )
-    self._slots = read + max(weighed, count)
-    # At p=4 a state is larger than the keys and values of hundreds of thousands of tokens: the smaller is kept.
-    keep_keys = model.config.variant != "softmax" and self._slots < model.layers.attention.tokens_of_a_state
-    self._init_cache = functools.partial(model.init_cache, max_length=self._slots, keep_keys=keep_keys)
-    one = jax.tree.leaves(jax.eval_shape(lambda: self._init_cache(1)))
-    cache_bytes = sum(x.size * x.dtype.itemsize for x in one)
-    logit_bytes = 4 * self._answer_piece * model.config.padded_vocab_size
-    fitting = (_CACHE_BYTES // cache_bytes, _LOGIT_BYTES // logit_bytes, _TOKENS_AT_ONCE // longest)
-    self._rows = max(1, min(_ROWS, together, *fitting))
+    self._answer_piece = min(caches.PIECE, answer_tokens)
+    weighed = -(-answer_tokens // self._answer_piece) * self._answer_piece
+    fitting = max(1, _LOGIT_BYTES // (4 * self._answer_piece * model.config.padded_vocab_size))
+    self._shape = caches.shape_for(model, longest, min(together, fitting), max(weighed, count))
 
   def replies(self, questions: Sequence[Question], check: Callable[[int], None] = lambda done: None) -> Iterator[Reply]:
     """The reply to each question, in order; the nearer their lengths, the less work is lost to padding.
 
     `check` is called before each piece of a prompt with the tokens that it has.
     """
-    for first in range(0, len(questions), self._rows):
-      group = questions[first : first + self._rows]
-      cache, logits = self._read([question.prompt for question in group], check)
+    rows = self._shape.rows
+    for first in range(0, len(questions), rows):
+      group = questions[first : first + rows]
+      prompts = [question.prompt for question in group]
+      cache = caches.empty_cache(self._model, self._shape)
+      logits, cache = read_prompts(self._model, prompts, cache, self._shape, check)
       weighed = [self._weigh(cache, logits, answers) for answers in zip(*(q.answers for q in group), strict=True)]
-      nll, likeliest = (np.array([found[i] for found in weighed]).reshape(-1, self._rows).T for i in (0, 1))
+      nll, likeliest = (np.array([found[i] for found in weighed]).reshape(-1, rows).T for i in (0, 1))
       written = np.asarray(_write(self._model, cache, logits, self._count))
       for row in range(len(group)):
         yield Reply(nll[row].astype(np.float32), likeliest[row].astype(bool), written[row])
 
-  def _read(self, prompts: list[np.ndarray], check: Callable[[int], None]) -> tuple[Cache, Float[Array, "B V"]]:
-    length = max(len(prompt) for prompt in prompts)
-    length += -length % self._piece
-    tokens = np.full((self._rows, length), -1, np.int32)
-    for row, prompt in zip(tokens, prompts, strict=False):
-      row[length - len(prompt) :] = prompt
-    cache = self._init_cache(self._rows)
-    logits: Array = jnp.zeros((self._rows, self._model.config.padded_vocab_size))
-    for start in range(0, length, self._piece):
-      part = tokens[:, start : start + self._piece]
-      check(int(np.sum(part >= 0)))
-      cache, logits = _advance(self._model, cache, part)
-    return cache, logits
-
   def _weigh(self, cache: Cache, logits: Array, answers: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     length = max(len(answer) for answer in answers)
-    tokens = np.full((self._rows, length + -length % self._answer_piece), -1, np.int32)
+    tokens = np.full((self._shape.rows, length + -length % self._answer_piece), -1, np.int32)
     for row, answer in zip(tokens, answers, strict=False):
       row[: len(answer)] = answer
-    nll, likeliest = np.zeros(self._rows, np.float32), np.ones(self._rows, bool)
+    nll, likeliest = np.zeros(len(tokens), np.float32), np.ones(len(tokens), bool)
     for start in range(0, tokens.shape[1], self._answer_piece):
       part = tokens[:, start : start + self._answer_piece]
       cache, logits, more, still = _weigh(self._model, cache, logits, part)
@@ -123,20 +101,11 @@ class Answerer:
     return nll, likeliest
 
 
-# Padding (-1) has no effect on a state, and what the embedding gives for it is never used.
-
-
-@functools.partial(jax.jit, donate_argnums=1)
-def _advance(model: Transformer, cache: Cache, tokens: Int[Array, "B t"]) -> tuple[Cache, Float[Array, "B V"]]:
-  hidden, cache = model.prefill_hidden(jnp.maximum(tokens, 0), cache, _segments(tokens))
-  return cache, model.logits(hidden[:, -1])
-
-
 @jax.jit
 def _weigh(
   model: Transformer, cache: Cache, logits: Float[Array, "B V"], answer: Int[Array, "B a"]
 ) -> tuple[Cache, Float[Array, "B V"], Float[Array, "B"], Bool[Array, "B"]]:
-  hidden, cache = model.prefill_hidden(jnp.maximum(answer, 0), cache, _segments(answer))
+  hidden, cache = prefill_padded(model, cache, answer)
   after = jnp.concatenate([logits[:, None], model.logits(hidden)], axis=1)
   nll, _ = token_losses(after[:, :-1], answer)
   likeliest = jnp.all((jnp.argmax(after[:, :-1], axis=-1) == answer) | (answer < 0), axis=1)
@@ -152,7 +121,3 @@ def _write(model: Transformer, cache: Cache, logits: Float[Array, "B V"], count:
 
   _, tokens = lax.scan(advance, (logits, cache), None, count)
   return jnp.swapaxes(tokens, 0, 1)
-
-
-def _segments(tokens: Int[Array, "B t"]) -> Int[Array, "B t"]:
-  return jnp.where(tokens >= 0, 0, -1)

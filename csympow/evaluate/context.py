@@ -6,21 +6,20 @@ cut into blocks of C that each begin anew: at every C no scored token sees more 
 """
 
 import argparse
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from csympow.config import ConfigError
+from csympow.command import NotFiniteError
 from csympow.data.progress import Progress
-from csympow.evaluate import context_report, curves
+from csympow.evaluate import context_report, curves, stretches
+from csympow.evaluate.caches import Shape, shape_for
+from csympow.evaluate.halfway import HalfWay
 from csympow.evaluate.kept import Kept, digest
 from csympow.evaluate.runs import Run, open_runs
-from csympow.evaluate.streaming import Shape, shape_for, stream
-from csympow.evaluate.stretches import Stretches, common_stretches
-
-_FORMAT = 1  # of what is kept
+from csympow.evaluate.streaming import stream
+from csympow.evaluate.stretches import Stretches
 
 
 class Losses(NamedTuple):
@@ -30,92 +29,126 @@ class Losses(NamedTuple):
     sums: over each bucket of positions of each stretch.
     counts: of the tokens in each sum.
     windows: the window-matched loss of each stretch at each of `curves.contexts`.
+    not_finite_from: the first position of any stretch at which the model has no number to say; None: there is none.
   """
 
   sums: Float[np.ndarray, "n b"]
   counts: Int[np.ndarray, "n b"]
   windows: Float[np.ndarray, "n c"]
+  not_finite_from: int | None
+
+
+READS_RUNS = True
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
   """The task's own options."""
-  group = parser.add_argument_group("context")
-  group.add_argument("--documents", type=int, default=32, metavar="N", help="stretches of text, at most (%(default)s)")
-  group.add_argument("--heldout", metavar="DATA", help="a dataset, or embedded, in place of the runs' own held-out one")
+  stretches.add_options(parser, "context", documents=32)
 
 
 def run(args: argparse.Namespace) -> None:
   """The task."""
-  if args.documents < 1:
-    raise ConfigError(f"--documents must be at least 1, got {args.documents}")
   runs = open_runs(args)
-  stretches = common_stretches(runs, args.heldout, args.max_context, args.documents)
-  print(f"held-out loss against context: {stretches.describe()}, from {stretches.source}", flush=True)
-  if stretches.length < args.max_context:
-    print(f"--max_context={args.max_context:,} is more than there is: {stretches.length:,} tokens instead", flush=True)
+  text = stretches.asked_for(args, runs, "held-out loss against context")
   kept = Kept(args.out, "context")
-  passes = [max(context, min(curves.SCORED, stretches.length)) for context in curves.contexts(stretches.length)]
-  work = sum(passes) * len(stretches.tokens) * len(runs)
+  work = sum(max(context, _scored(text)) for context in curves.contexts(text.length)) * len(text.tokens) * len(runs)
   progress = Progress(work)
-  losses = [measure(each, stretches, kept, progress) for each in runs]
+  losses = [measure(each, text, kept, progress) for each in runs]
   progress.end(f"read {work:,} tokens")
-  print(context_report.write(args.out, runs, stretches, losses), flush=True)
+  print(context_report.write(args.out, runs, text, losses), flush=True)
+  lost = [
+    context_report.not_finite(each, found) for each, found in zip(runs, losses, strict=True) if found.not_finite_from
+  ]
+  if lost:
+    raise NotFiniteError("; ".join(lost))
 
 
-def measure(run: Run, stretches: Stretches, kept: Kept, progress: Progress) -> Losses:
+def measure(run: Run, text: Stretches, kept: Kept, progress: Progress) -> Losses:
   """The losses of a run, of which those that are kept already are not computed again."""
-  length, count = stretches.length, len(stretches.tokens)
+  length, count = text.length, len(text.tokens)
   shape = shape_for(run.model, length, count)
   contexts = curves.contexts(length)
   found: dict[tuple[int, int], Any] = {}
   # The longest pass first: it is also the one of all positions.
   for context in reversed(contexts):
-    keys = [_key(run, tokens, context, length) for tokens in stretches.tokens]
+    keys = [_key(run, tokens, context, length) for tokens in text.tokens]
     for index in range(count):
       result = kept.get(keys[index])
       if result is not None:
         found[index, context] = result
-        progress.add(max(context, min(curves.SCORED, length)), fresh=False)
+        progress.add(max(context, _scored(text)), fresh=False)
     missing = [index for index in range(count) if (index, context) not in found]
     for first in range(0, len(missing), shape.rows):
       group = missing[first : first + shape.rows]
-      for index, result in zip(group, _pass(run, stretches, group, context, shape, progress), strict=True):
+      one = Pass(run, text, group, context, shape, kept, digest(*(keys[index] for index in group)), progress)
+      for index, result in zip(group, one.results(), strict=True):
         kept.put(keys[index], result)
         found[index, context] = result
+      one.halfway.end()
   whole = [found[index, length] for index in range(count)]
   return Losses(
     sums=np.asarray([result["sums"] for result in whole]),
     counts=np.asarray([result["counts"] for result in whole]),
     windows=np.asarray([[found[index, context]["window"] for context in contexts] for index in range(count)]),
+    not_finite_from=min((result["not_finite_from"] for result in whole if result["not_finite_from"]), default=None),
   )
 
 
-def _pass(
-  run: Run, stretches: Stretches, group: list[int], context: int, shape: Shape, progress: Progress
-) -> Iterator[dict[str, Any]]:
-  """Streams the last `context` tokens of some stretches; for each the loss of its very last, and sums by position."""
-  length = stretches.length
-  scored = min(curves.SCORED, length)
-  read = max(context, scored)
-  tokens, targets = (rows[:, length - read :] for rows in stretches.rows(group))
-  blocks = (np.arange(read, dtype=np.int32) - read) // context + read  # whole ones at the end
-  last = np.full((len(group), scored), np.nan)
-  buckets = curves.BucketSums(len(group), length)
-  for start, losses in stream(run.model, tokens, targets, shape, blocks):
+class Pass:
+  """The last `context` tokens of some stretches, side by side through the state."""
+
+  def __init__(
+    self,
+    run: Run,
+    text: Stretches,
+    group: list[int],
+    context: int,
+    shape: Shape,
+    kept: Kept,
+    key: str,
+    progress: Progress,
+  ) -> None:
+    self._run, self._text, self._group, self._context, self._shape = run, text, group, context, shape
+    self._progress = progress
+    self._last = np.full((len(group), _scored(text)), np.nan)
+    self._buckets = curves.BucketSums(len(group), text.length)
+    self._not_finite_from = np.zeros(len(group), np.int64)  # 0: nowhere
+    found: dict[str, np.ndarray] = {"last": self._last, "sums": self._buckets.sums, "counts": self._buckets.counts}
+    found |= {"not_finite_from": self._not_finite_from}
+    self.halfway = HalfWay(kept, key, found, lambda done: progress.add(len(group) * done, fresh=False))
+
+  def results(self) -> list[dict[str, Any]]:
+    """For each stretch the loss of its very last tokens and, of the whole length, sums by position."""
+    context, length, scored = self._context, self._text.length, _scored(self._text)
+    read = max(context, scored)
+    tokens, targets = (rows[:, length - read :] for rows in self._text.rows(self._group))
+    blocks = (np.arange(read, dtype=np.int32) - read) // context + read  # whole ones at the end
+    for start, losses in stream(self._run.model, tokens, targets, self._shape, blocks, self.halfway):
+      if context == length:
+        self._buckets.add(start, losses)
+        self._look(start, losses)
+      offset = start - (read - scored)  # of the piece in the scored tokens
+      inside = losses[:, max(0, -offset) :]
+      self._last[:, max(0, offset) : max(0, offset) + inside.shape[1]] = inside
+      self._progress.add(losses.size)
+      self._progress.show(f"{self._run.label}: the last {context:,} tokens, {start + losses.shape[1]:,} read")
+    results: list[dict[str, Any]] = [{"window": float(np.nanmean(row))} for row in self._last]
     if context == length:
-      buckets.add(start, losses)
-    offset = start - (read - scored)  # of the piece in the scored tokens
-    inside = losses[:, max(0, -offset) :]
-    last[:, max(0, offset) : max(0, offset) + inside.shape[1]] = inside
-    progress.add(losses.size)
-    progress.show(f"{run.label}: the last {context:,} tokens, {start + losses.shape[1]:,} read")
-  for row in range(len(group)):
-    result: dict[str, Any] = {"window": float(np.nanmean(last[row]))}
-    if context == length:
-      result |= {"sums": buckets.sums[row].tolist(), "counts": buckets.counts[row].tolist()}
-    yield result
+      for row, result in enumerate(results):
+        result |= {"sums": self._buckets.sums[row].tolist(), "counts": self._buckets.counts[row].tolist()}
+        result |= {"not_finite_from": int(self._not_finite_from[row]) or None}
+    return results
+
+  def _look(self, start: int, losses: Float[np.ndarray, "b t"]) -> None:
+    infinite = np.isinf(losses)
+    here = np.where(infinite.any(axis=1), start + 1 + np.argmax(infinite, axis=1), 0)
+    np.copyto(self._not_finite_from, here, where=self._not_finite_from == 0)
+
+
+def _scored(text: Stretches) -> int:
+  return min(curves.SCORED, text.length)
 
 
 def _key(run: Run, tokens: Int[np.ndarray, "n"], context: int, length: int) -> str:
   whole, scored = context == length, min(curves.SCORED, length)
-  return digest(_FORMAT, run.identity, run.config.model, context, whole, tokens[length - max(context, scored) :])
+  return digest(run.identity, run.config.model, context, whole, tokens[length - max(context, scored) :])

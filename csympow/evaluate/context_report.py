@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from csympow.evaluate import curves, results
+from csympow.evaluate.caches import memory_of
 from csympow.evaluate.curves import Curve
-from csympow.evaluate.runs import Run, cache_bytes
+from csympow.evaluate.runs import Run
 from csympow.evaluate.stretches import Stretches
 from csympow.train.metrics import size
 
@@ -30,25 +31,28 @@ def write(directory: Path, runs: list[Run], stretches: Stretches, losses: list["
   measured = [_measures(each, stretches.length) for each in losses]
   rows = [row for run, curves in zip(runs, measured, strict=True) for row in _rows(run, stretches, curves)]
   scored = min(curves.SCORED, stretches.length)
-  record = {
-    "length": stretches.length,
-    "stretches": len(stretches.tokens),
-    "documents": stretches.documents,
-    "joined": stretches.joined,
-    "data": stretches.source,
+  record = stretches.record() | {
     "unit": "nats per token",
     "measures": {name: text.format(scored=scored) for name, text in _MEASURES.items()},
     "runs": [
       results.of_run(run)
-      | {"rotary": rotary(run), "state_bytes": cache_bytes(run, stretches.length)}
+      | {"rotary": rotary(run), "state_bytes": run.state_bytes(stretches.length)}
+      | {"not_finite_from": lost.not_finite_from}
       | {name: _as_json(run, curve) for name, curve in found.items()}
-      for run, found in zip(runs, measured, strict=True)
+      for run, lost, found in zip(runs, losses, measured, strict=True)
     ],
   }
   figure = _figure(runs, stretches, measured) if results.can_draw() else None
   line = results.write(directory, "context", rows, record, figure)
-  tables = [table(run, stretches, found) for run, found in zip(runs, measured, strict=True)]
+  tables = []
+  for run, lost, found in zip(runs, losses, measured, strict=True):
+    tables.append(table(run, stretches, found) + (f"\n  {not_finite(run, lost)}" if lost.not_finite_from else ""))
   return "\n\n".join([*tables, line])
+
+
+def not_finite(run: Run, losses: "Losses") -> str:
+  """The line that tells where a model breaks."""
+  return f"{run.label}: losses are not finite from position {losses.not_finite_from:,}"
 
 
 def rotary(run: Run) -> str:
@@ -66,7 +70,7 @@ def table(run: Run, stretches: Stretches, measured: dict[str, Curve]) -> str:
   marks = []
   for context in curves.contexts(stretches.length):
     values = [_number(found[name].get(context)) for name in _MEASURES]
-    rows.append([f"{context:,}", *values, size(cache_bytes(run, context))])
+    rows.append([f"{context:,}", *values, size(run.state_bytes(context))])
     marks.append(" <- training context" if context == trained else "")
   header, *lines = results.aligned(rows).splitlines()
   told = [
@@ -102,7 +106,7 @@ def _rows(run: Run, stretches: Stretches, measured: dict[str, Curve]) -> list[di
       "documents": stretches.documents,
       "joined": stretches.joined,
       "trained_at": run.config.context,
-      "state_bytes": cache_bytes(run, last),
+      "state_bytes": run.state_bytes(last),
     }
     for name, curve in measured.items()
     for first, last, loss, error in zip(*curve, strict=True)
@@ -115,7 +119,7 @@ def _as_json(run: Run, curve: Curve) -> dict[str, list[Any]]:
     "context": curve.last,
     "loss": curve.loss,
     "standard_error": curve.error,
-    "state_bytes": [cache_bytes(run, last) for last in curve.last],
+    "state_bytes": [run.state_bytes(last) for last in curve.last],
   }
 
 
@@ -143,7 +147,7 @@ def _figure(runs: list[Run], stretches: Stretches, measured: list[dict[str, Curv
   for axes, (name, (title, label)) in zip(panels.flat, titles.items(), strict=True):
     for number, (run, found) in enumerate(zip(runs, measured, strict=True)):
       _draw(
-        axes, found[name], f"{run.label}: {results.memory_of(run, stretches.length)}", number, dense=name == "position"
+        axes, found[name], f"{run.label}: {memory_of(run.model, stretches.length)}", number, dense=name == "position"
       )
     for trained in sorted({run.config.context for run in runs}):
       told = f"training context, {trained:,} tokens"

@@ -85,11 +85,17 @@ def gain(losses: Float[np.ndarray, "n c"], length: int) -> Curve:
     return window_matched(losses - losses[:, -1:], length)
 
 
+def standard_error(by_sample: Float[np.ndarray, "n *rest"]) -> Float[np.ndarray, "*rest"]:
+  """Of the mean over the first axis; NaN for a single sample."""
+  count = len(by_sample)
+  if count < 2:
+    return np.full(by_sample.shape[1:], np.nan)
+  with np.errstate(invalid="ignore"):
+    return np.asarray(by_sample.std(axis=0, ddof=1) / np.sqrt(count))
+
+
 def _curve(first: list[int], last: list[int], by_stretch: Float[np.ndarray, "n k"]) -> Curve:
   """Means over stretches; what no stretch has a target for is left out, and what a model could not say is infinite."""
-  count = len(by_stretch)
-  with np.errstate(invalid="ignore"):
-    error = by_stretch.std(axis=0, ddof=1) / np.sqrt(count) if count > 1 else np.full(by_stretch.shape[1], np.nan)
-  mean = by_stretch.mean(axis=0)
+  mean, error = by_stretch.mean(axis=0), standard_error(by_stretch)
   told = [i for i, value in enumerate(mean) if not np.isnan(value)]
   return Curve([first[i] for i in told], [last[i] for i in told], mean[told].tolist(), error[told].tolist())

@@ -5,7 +5,7 @@ folded into (`csympow.keys`).
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from csympow.evaluate.caches import Shape, empty_cache, shape_for
+from csympow.evaluate.reading import read_prompts
 from csympow.keys import KeyCache
 from csympow.model import PADDED_LOGIT, Transformer
 from csympow.nn import Cache
 
-_PIECE = 512  # tokens of a prompt that enter the cache at once
+_LOGIT_BYTES = 2**28  # of a step, of which sorting takes several times as many
 
 
 class Sampling(NamedTuple):
@@ -36,6 +38,13 @@ class Sampling(NamedTuple):
   seed: int = 0
 
 
+class Room(NamedTuple):
+  """What the programs are compiled for: so many prompts, of at most so many tokens."""
+
+  rows: int
+  prompt: int
+
+
 class Drawn(NamedTuple):
   """One more token of every row."""
 
@@ -44,22 +53,55 @@ class Drawn(NamedTuple):
 
 
 def generate(
-  model: Transformer, prompts: list[Int[np.ndarray, "_"]], count: int, sampling: Sampling
+  model: Transformer,
+  prompts: list[Int[np.ndarray, "_"]],
+  count: int,
+  sampling: Sampling,
+  *,
+  room: Room | None = None,
+  first_row: int = 0,
+  written: Int[np.ndarray, "n B"] | None = None,
+  check: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Drawn]:
-  """Continues each of some prompts, of any lengths from 1 on, by `count` tokens, which come as they are drawn."""
-  rows, longest = len(prompts), max(map(len, prompts))
-  # Put where the model lies, as the caches that follow will be: one program serves the first piece and the rest.
-  cache = jax.device_put(_new_cache(model, rows, longest, longest + count), model.embedding.embedding[...].sharding)
-  logits, cache = _read_prompts(model, prompts, cache)
-  keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(sampling.seed)))(jnp.arange(rows))
-  how = (jnp.float32(sampling.temperature), jnp.int32(sampling.top_k), jnp.float32(sampling.top_p))
-  for number in range(count):
+  """Continues each of some prompts, of any lengths from 1 on, by `count` tokens, which come as they are drawn.
+
+  Args:
+    model: the model.
+    prompts: what to continue.
+    count: tokens for each.
+    sampling: how they are drawn.
+    room: what to compile for, so that other calls find it compiled; None: just these prompts.
+    first_row: the number of the first prompt among all that draw by this seed.
+    written: tokens of each prompt that were drawn before, and are not drawn again.
+    check: called before each piece of the prompts with the tokens that it has.
+  """
+  done = 0 if written is None else len(written)
+  if written is not None and done:
+    prompts = [np.concatenate([prompt, more]) for prompt, more in zip(prompts, written.T, strict=True)]
+  longest = max(map(len, prompts))
+  rows, most = room or Room(len(prompts), longest - done)
+  shape = _shape(model, rows, most + done, most + count)
+  logits, cache = read_prompts(model, prompts, empty_cache(model, shape), shape, check)
+  keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(sampling.seed)))(first_row + jnp.arange(rows))
+  how = (
+    jnp.float32(sampling.temperature),
+    jnp.int32(min(sampling.top_k, model.config.vocab_size)),
+    jnp.float32(sampling.top_p),
+  )
+  for number in range(done, count):
     token, log_p = _draw(logits, keys, number, *how)
     if number + 1 < count:
-      if isinstance(cache, KeyCache) and longest + number == cache.k.shape[2]:
+      if isinstance(cache, KeyCache) and longest + number - done == cache.k.shape[2]:
         cache = _fold(model, cache)
       logits, cache = _step(model, token, cache)  # under way while the token is looked at
-    yield Drawn(np.asarray(token), np.asarray(log_p))
+    yield Drawn(np.asarray(token)[: len(prompts)], np.asarray(log_p)[: len(prompts)])
+
+
+def room_for(model: Transformer, prompts: list[Int[np.ndarray, "_"]], count: int) -> Room:
+  """How many of some prompts are best continued side by side, by so many tokens."""
+  logits = max(1, _LOGIT_BYTES // (4 * model.config.padded_vocab_size))
+  longest = max(map(len, prompts))
+  return Room(shape_for(model, longest, min(len(prompts), logits), count).rows, longest)
 
 
 def continuation(model: Transformer, prompt: np.ndarray, count: int, temperature: float, seed: int) -> np.ndarray:
@@ -76,53 +118,13 @@ def folded_after(model: Transformer, prompt: int) -> int | None:
   return worth - prompt if worth >= prompt else None
 
 
-def _new_cache(model: Transformer, rows: int, prompt: int, total: int) -> Cache:
+def _shape(model: Transformer, rows: int, prompt: int, total: int) -> Shape:
   """Keys and values for all tokens, or as many as a state is worth; a state if the prompt is longer than that."""
-  slots = total
+  shape = shape_for(model, prompt, 1)._replace(rows=rows, slots=total, keep_keys=True)
   if model.config.variant != "softmax":
     slots = min(total, model.layers.attention.tokens_of_a_state)
-    if prompt > slots:
-      return model.init_cache(rows)
-  return model.init_cache(rows, slots, keep_keys=True)
-
-
-def _read_prompts(
-  model: Transformer, prompts: list[Int[np.ndarray, "_"]], cache: Cache
-) -> tuple[Float[Array, "B V"], Cache]:
-  """The logits after each prompt. Shorter ones are padded at their end, which leaves no trace in a cache."""
-  lengths = np.asarray([len(prompt) for prompt in prompts])
-  longest = int(lengths.max())
-  piece = min(_PIECE, longest)
-  tokens = np.zeros((len(prompts), -(-longest // piece) * piece), np.int32)
-  for row, prompt in zip(tokens, prompts, strict=True):
-    row[: len(prompt)] = prompt
-  segments = np.where(np.arange(tokens.shape[1]) < lengths[:, None], 0, -1).astype(np.int32)
-  hidden = jnp.zeros((len(prompts), model.config.d_model), jnp.dtype(model.config.dtype))
-  for start in range(0, tokens.shape[1], piece):
-    part = (slice(None), slice(start, start + piece))
-    hidden, cache = _prefill(model, cache, tokens[part], segments[part], (lengths - 1 - start).astype(np.int32), hidden)
-  return _logits(model, hidden), cache
-
-
-@functools.partial(jax.jit, donate_argnums=1)
-def _prefill(
-  model: Transformer,
-  cache: Cache,
-  tokens: Int[Array, "B t"],
-  segments: Int[Array, "B t"],
-  last: Int[Array, "B"],
-  hidden: Float[Array, "B d"],
-) -> tuple[Float[Array, "B d"], Cache]:
-  """Reads a piece; takes over the hidden state of the rows whose last token is in it."""
-  found, cache = model.prefill_hidden(tokens, cache, segments)
-  here = (last >= 0) & (last < tokens.shape[1])
-  chosen = jnp.take_along_axis(found, jnp.clip(last, 0, tokens.shape[1] - 1)[:, None, None], axis=1)[:, 0]
-  return jnp.where(here[:, None], chosen, hidden), cache
-
-
-@jax.jit
-def _logits(model: Transformer, hidden: Float[Array, "B d"]) -> Float[Array, "B V"]:
-  return model.logits(hidden)
+    shape = shape._replace(slots=slots, keep_keys=prompt <= slots)
+  return shape
 
 
 @functools.partial(jax.jit, donate_argnums=2)

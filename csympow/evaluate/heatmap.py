@@ -59,8 +59,9 @@ def draw(maps: Sequence[Map], scores: Sequence[Score]) -> Figure:
   for column, score in enumerate(scores):
     found = np.concatenate([one.values[column].ravel() for one in maps])
     found = found[np.isfinite(found)]
-    low = float(found.min(initial=np.inf)) if score.low is None else score.low
-    high = float(found.max(initial=low)) if score.high is None else score.high
+    found = found if found.size else np.zeros(1)  # a model that has no numbers
+    low = float(found.min()) if score.low is None else score.low
+    high = float(found.max()) if score.high is None else score.high
     if score.around_zero:
       high = float(np.abs(found).max(initial=1.0))
       low = -high

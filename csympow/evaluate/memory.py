@@ -16,12 +16,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
+from csympow.command import NotFiniteError
 from csympow.config import ConfigError
 from csympow.data.progress import Progress
-from csympow.evaluate import results
-from csympow.evaluate.runs import Run, cache_bytes, open_runs
-from csympow.evaluate.streaming import Shape, shape_for
-from csympow.evaluate.stretches import Stretches, common_stretches
+from csympow.evaluate import results, stretches
+from csympow.evaluate.caches import Shape, memory_of, shape_for
+from csympow.evaluate.halfway import HalfWay
+from csympow.evaluate.kept import Kept, digest
+from csympow.evaluate.reading import read
+from csympow.evaluate.runs import Run, open_runs
+from csympow.evaluate.stretches import Stretches
 from csympow.gates import memory_length
 from csympow.model import Transformer
 from csympow.nn import Cache
@@ -50,53 +54,54 @@ class Heads(NamedTuple):
   beta: Float[np.ndarray, "quantiles layers H"]
 
 
+READS_RUNS = True
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
   """The task's own options."""
-  group = parser.add_argument_group("memory")
-  group.add_argument("--documents", type=int, default=4, metavar="N", help="stretches of text, at most (%(default)s)")
-  group.add_argument("--heldout", metavar="DATA", help="a dataset, or embedded, in place of the runs' own held-out one")
+  stretches.add_options(parser, "memory", documents=4)
 
 
 def run(args: argparse.Namespace) -> None:
   """The task."""
-  if args.documents < 1:
-    raise ConfigError(f"--documents must be at least 1, got {args.documents}")
   runs = open_runs(args)
   for each in runs:
     if each.config.model.variant not in ("sympow+gating", "conformal"):
       fitting = "only sympow+gating and conformal have them"
       raise ConfigError(f"{each.directory} is a {each.config.model.variant} model, which has no gates; {fitting}")
-  stretches = common_stretches(runs, args.heldout, args.max_context, args.documents)
-  print(f"what is kept: {stretches.describe()}, from {stretches.source}", flush=True)
-  progress = Progress(len(runs) * len(stretches.tokens) * stretches.length)
-  found = [(each, measure(each, stretches, progress)) for each in runs]
+  text = stretches.asked_for(args, runs, "what is kept")
+  kept = Kept(args.out, "memory")
+  work = len(text.tokens) * text.length
+  progress = Progress(len(runs) * work)
+  found = []
+  for each in runs:
+    key = digest(each.identity, each.config.model, text.length, *text.tokens)
+    heads = kept.once(key, functools.partial(_measured, each, text, kept, progress), progress, work)
+    found.append((each, Heads(**{name: np.asarray(value) for name, value in heads.items()})))
   progress.end(f"read {progress.done:,} tokens")
-  rows = [row for pair in found for row in _rows(*pair, stretches.length)]
-  record = {
-    "length": stretches.length,
-    "stretches": len(stretches.tokens),
-    "documents": stretches.documents,
-    "joined": stretches.joined,
-    "data": stretches.source,
-    "quantiles": list(_QUANTILES),
-    "runs": [_record(*pair, stretches.length) for pair in found],
-  }
-  line = results.write(args.out, "memory", rows, record, _figure(found, stretches))
-  print("\n\n".join([*(_table(*pair, stretches) for pair in found), line]), flush=True)
+  rows = [row for pair in found for row in _rows(*pair, text.length)]
+  record = text.record() | {"quantiles": list(_QUANTILES), "runs": [_record(*pair, text.length) for pair in found]}
+  line = results.write(args.out, "memory", rows, record, _figure(found, text))
+  print("\n\n".join([*(_table(*pair, text) for pair in found), line]), flush=True)
+  lost = [each.label for each, heads in found if np.isnan(heads.at_mean_gate).any()]
+  if lost:
+    raise NotFiniteError(f"{'; '.join(lost)}: gates are not finite")
 
 
-def measure(run: Run, stretches: Stretches, progress: Progress) -> Heads:
+def measure(run: Run, text: Stretches, kept: Kept, progress: Progress) -> Heads:
   """The statistics of a run's heads over some stretches."""
-  shape = shape_for(run.model, stretches.length, len(stretches.tokens))
-  log_gates, betas = [], []
-  for first in range(0, len(stretches.tokens), shape.rows):
-    group = list(range(first, min(first + shape.rows, len(stretches.tokens))))
-    log_gate, beta = _gates(run, stretches.rows(group)[0], shape, progress)
-    log_gates.append(log_gate)
-    betas.append(np.ones_like(log_gate) if beta is None else beta)
-  log_gate, beta = np.concatenate(log_gates, axis=1), np.concatenate(betas, axis=1)
+  shape = shape_for(run.model, text.length, len(text.tokens))
+  groups = []
+  for first in range(0, len(text.tokens), shape.rows):
+    group = list(range(first, min(first + shape.rows, len(text.tokens))))
+    key = digest(run.identity, run.config.model, text.length, *(text.tokens[index] for index in group))
+    groups.append(Group(run, text.rows(group)[0], shape, kept, key, progress))
+    groups[-1].read()
+  log_gate, beta = (
+    np.concatenate(parts, axis=1) for parts in zip(*((g.log_gate, g.beta) for g in groups), strict=True)
+  )
   faded = fading(log_gate)
-  return Heads(
+  heads = Heads(
     at_mean_gate=np.asarray(memory_length(jax.numpy.asarray(log_gate.mean(axis=(1, 2))))),
     # A quantile between a number and infinity would be infinite: the lower one is taken.
     memory=np.percentile(faded, _QUANTILES, axis=(1, 2), method="lower"),
@@ -105,6 +110,46 @@ def measure(run: Run, stretches: Stretches, progress: Progress) -> Heads:
     beta_spread=beta.std(axis=(1, 2)),
     beta=np.percentile(beta, _QUANTILES, axis=(1, 2)),
   )
+  for done in groups:
+    done.halfway.end()
+  return heads
+
+
+def _measured(run: Run, text: Stretches, kept: Kept, progress: Progress) -> dict[str, Any]:
+  return _plain(measure(run, text, kept, progress))
+
+
+def _plain(heads: Heads) -> dict[str, Any]:
+  return {name: value.tolist() for name, value in heads._asdict().items()}
+
+
+class Group:
+  """The log gates and betas of some texts, side by side through the state; a model without beta turns at 1."""
+
+  def __init__(
+    self, run: Run, tokens: Int[np.ndarray, "b T"], shape: Shape, kept: Kept, key: str, progress: Progress
+  ) -> None:
+    self._run, self._tokens, self._shape, self._progress = run, tokens, shape, progress
+    model = run.config.model
+    whole = (model.num_layers, *tokens.shape, model.num_kv_heads or model.num_heads)
+    self.log_gate, self.beta = np.zeros(whole, np.float32), np.ones(whole, np.float32)
+    found = {"log_gate": self.log_gate, "beta": self.beta}
+    resumed = functools.partial(self._count, fresh=False)
+    self.halfway = HalfWay(kept, key, found, resumed, to_the_end=True)
+
+  def read(self) -> None:
+    """Fills them in."""
+    texts, length = self._tokens.shape
+    for start, gates in read(_advance, self._run.model, [(self._tokens, 0)], self._shape, self.halfway):
+      count = min(self._shape.piece, length - start)
+      for kept, found in zip((self.log_gate, self.beta), gates, strict=True):
+        if found is not None:
+          kept[:, :, start : start + count] = found[:, :texts, :count]
+      self._count(count)
+      self._progress.show(f"{self._run.label}: {start + count:,} tokens")
+
+  def _count(self, tokens: int, fresh: bool = True) -> None:
+    self._progress.add(len(self._tokens) * min(tokens, self._tokens.shape[1]), fresh)
 
 
 def fading(log_gate: Float[np.ndarray, "layers B T H"]) -> Float[np.ndarray, "layers B T H"]:
@@ -121,27 +166,6 @@ def fading(log_gate: Float[np.ndarray, "layers B T H"]) -> Float[np.ndarray, "la
     exact = inside - 1 - np.arange(len(total)) + (total + 1 - total[inside - 1]) / step
     found[layer, row, :, head] = np.where(after < len(total), exact, np.inf)
   return found
-
-
-def _gates(
-  run: Run, tokens: Int[np.ndarray, "b T"], shape: Shape, progress: Progress
-) -> tuple[Float[np.ndarray, "layers b T H"], Float[np.ndarray, "layers b T H"] | None]:
-  """The log gates and betas of some texts, streamed."""
-  texts, length = tokens.shape
-  padded = np.pad(tokens, ((0, shape.rows - texts), (0, -length % shape.piece)))
-  cache = jax.device_put(run.model.init_cache(shape.rows, shape.slots), run.model.embedding.embedding[...].sharding)
-  log_gates, betas = [], []
-  for start in range(0, padded.shape[1], shape.piece):
-    (log_gate, beta), cache = _advance(run.model, cache, padded[:, start : start + shape.piece])
-    log_gates.append(np.asarray(log_gate))
-    betas.append(None if beta is None else np.asarray(beta))
-    progress.add(texts * min(shape.piece, length - start))
-    progress.show(f"{run.label}: {start + shape.piece:,} tokens")
-
-  def joined(parts: list[Any]) -> Any:
-    return None if parts[0] is None else np.concatenate(parts, axis=2)[:, :texts, :length]
-
-  return joined(log_gates), joined(betas)
 
 
 @functools.partial(jax.jit, donate_argnums=1)
@@ -166,18 +190,17 @@ def _rows(run: Run, heads: Heads, length: int) -> list[dict[str, Any]]:
     row |= {f"beta_p{q}": float(heads.beta[i, layer, head]) for i, q in enumerate(_QUANTILES)}
     for name, rate in (("fastest", rates.max()), ("slowest", rates.min())):
       row[f"{name}_radians_per_token_p50"] = float(heads.beta[2, layer, head] * rate)
-    rows.append(row | {"state_bytes": cache_bytes(run, length)})
+    rows.append(row | {"state_bytes": run.state_bytes(length)})
   return rows
 
 
 def _record(run: Run, heads: Heads, length: int) -> dict[str, Any]:
   speeds = heads.beta[..., None] * _rates(run)  # quantiles, layers, heads, pairs
-  statistics = {name: value.tolist() for name, value in heads._asdict().items()}
-  found = {"state_bytes": cache_bytes(run, length), "rates": _rates(run).tolist()}
-  return results.of_run(run) | found | statistics | {"radians_per_token": speeds.tolist()}
+  found = {"state_bytes": run.state_bytes(length), "rates": _rates(run).tolist()}
+  return results.of_run(run) | found | _plain(heads) | {"radians_per_token": speeds.tolist()}
 
 
-def _table(run: Run, heads: Heads, stretches: Stretches) -> str:
+def _table(run: Run, heads: Heads, text: Stretches) -> str:
   header = ["layer", "head", "memory p5", "p50", "p95", "at mean gate", "unfaded", "beta p5", "p50", "p95"]
   rows = [[*header, "slowest rad/token", "fastest"]]
   slowest, fastest = _rates(run).min(), _rates(run).max()
@@ -195,20 +218,20 @@ def _table(run: Run, heads: Heads, stretches: Stretches) -> str:
       + [f"{value:.3f}" for value in beta]
       + [f"{beta[1] * slowest:.2e}", f"{beta[1] * fastest:.2f}"]
     )
-  told = f"{run.label}, step {run.step:,}, {results.memory_of(run, stretches.length)}"
-  return f"{told}: tokens until 1/e, over {stretches.describe()}\n{results.aligned(rows)}"
+  told = f"{run.label}, step {run.step:,}, {memory_of(run.model, text.length)}"
+  return f"{told}: tokens until 1/e, over {text.describe()}\n{results.aligned(rows)}"
 
 
 def _tokens(count: float) -> str:
   return "> text" if np.isinf(count) else f"{count:,.1f}" if count < 100 else f"{count:,.0f}"
 
 
-def _figure(found: list[tuple[Run, Heads]], stretches: Stretches) -> Figure:
+def _figure(found: list[tuple[Run, Heads]], text: Stretches) -> Figure:
   count = max(heads.unfaded.size for _, heads in found)
   figure = results.new_figure(max(7.0, min(24.0, 1.5 + 0.16 * count)) * len(found), 9.5)
   panels = figure.subplots(3, len(found), squeeze=False, sharey="row", sharex="col")
   for (run, heads), column in zip(found, panels.T, strict=True):
-    _draw_run(column, run, heads, stretches.length)
+    _draw_run(column, run, heads, text.length)
   labels = ("tokens until faded to 1/e", "beta, speed of rotation", "beta theta (radians per token)")
   for axes, label in zip(panels[:, 0], labels, strict=True):
     axes.set_ylabel(label)
@@ -216,7 +239,7 @@ def _figure(found: list[tuple[Run, Heads]], stretches: Stretches) -> Figure:
     label: handle for axes in panels[:, 0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
   }
   figure.legend(told.values(), told.keys(), loc="outside upper center", fontsize=9, ncols=2)
-  note = f"over the tokens of {stretches.describe()}; thick bars: half of them, thin bars: 5 to 95 percent"
+  note = f"over the tokens of {text.describe()}; thick bars: half of them, thin bars: 5 to 95 percent"
   figure.supxlabel(note, fontsize=8)
   return figure
 
@@ -231,7 +254,7 @@ def _draw_run(panels: Any, run: Run, heads: Heads, length: int) -> None:
   memory.axhline(run.config.context, color="red", linestyle="--", linewidth=1, label="training context")
   memory.axhline(length, color="gray", linestyle="-.", linewidth=1, label="end of the text")
   memory.set_yscale("log")
-  memory.set_title(f"{run.label}: {results.memory_of(run, length)}", fontsize=10)
+  memory.set_title(f"{run.label}: {memory_of(run.model, length)}", fontsize=10)
   _draw(beta, heads.beta)
   beta.axhline(1, color="gray", linestyle=":", linewidth=1, label="fixed rotary, beta = 1")
   for rate in _rates(run):

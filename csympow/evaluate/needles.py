@@ -5,21 +5,25 @@ contains none of them; how likely it finds the gold answer still tells what it h
 """
 
 import argparse
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from csympow.config import ConfigError
-from csympow.data.progress import Progress
 from csympow.evaluate import haystack, heatmap, results
 from csympow.evaluate.answers import Answerer, Question
+from csympow.evaluate.asking import DEPTHS, Asking
+from csympow.evaluate.caches import memory_of
+from csympow.evaluate.curves import standard_error
+from csympow.evaluate.flags import positive, positives, seed
 from csympow.evaluate.haystack import KINDS, VALUES, WITH_DEPTH, Haystack, Prompt
-from csympow.evaluate.kept import Kept, digest
-from csympow.evaluate.prompts import begin, lengths_of, natural, positive, positives, split_answer
-from csympow.evaluate.runs import Run, cache_bytes, open_runs
+from csympow.evaluate.prompts import begin, lengths_of, split_answer
+from csympow.evaluate.runs import Run, open_runs
+from csympow.train.metrics import size
 
 _WRITTEN = 128  # tokens that a model may write: prompt + 128 <= length
 
@@ -101,6 +105,9 @@ def share_of_gold(written: str, gold: Sequence[str]) -> float:
   return sum(one.lower() in written.lower() for one in gold) / len(gold)
 
 
+READS_RUNS = True
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
   """The task's own flags."""
   group = parser.add_argument_group("needles")
@@ -111,7 +118,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
   )
   group.add_argument("--lengths", type=positives, metavar="N,N,...", help="in tokens; by default powers of two")
   group.add_argument("--trials", type=positive, default=20, help="prompts for each number shown (%(default)s)")
-  group.add_argument("--seed", type=natural, default=0, help="of what is hidden and where (%(default)s)")
+  group.add_argument("--seed", type=seed, default=0, help="of what is hidden and where (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -119,9 +126,8 @@ def run(args: argparse.Namespace) -> None:
   hay = Haystack(args.haystack, args.values)
   opened = open_runs(args)
   plans = [_plan(one, hay, args) for one in opened]
-  kept = Kept(args.out, "needles")
   work = (args.trials * len(_depths(task.kind)) * sum(lengths) for plan in plans for task, lengths in plan)
-  progress = Progress(sum(work))
+  asking = Asking(args, "needles", sum(work))
   cells: list[list[Cell]] = []
   for one, plan in zip(opened, plans, strict=True):
     longest = max(length for _, lengths in plan for length in lengths)
@@ -129,17 +135,24 @@ def run(args: argparse.Namespace) -> None:
     cells.append([])
     for task, lengths in plan:
       for length, depth in itertools.product(lengths, _depths(task.kind)):
-        asked = (task.kind, hay.identity, length, depth, args.trials, args.seed)
-        key = digest("needles", one.identity, one.config.model, one.config.data.tokenizer, *asked)
-        record: dict[str, Any] | None = kept.get(key)
-        if record is None:
-          record = _ask(one, task, length, depth, answerer, args, progress)._asdict()
-          kept.put(key, record)
-        else:
-          progress.add(args.trials * length, fresh=False)
-        cells[-1].append(Cell(**record))
-  progress.end("needles")
-  _write(args, opened, cells)
+        about = ("needles", task.kind, hay.identity, depth)
+        ask = functools.partial(_ask, one, task, length, depth, answerer, args)
+        found = asking.cell(one, about, length, f"{task.kind}, {length:,} tokens", ask)
+        cells[-1].append(Cell(**found))
+  scores = (
+    heatmap.Score("share of gold strings written", 0.0, 1.0, good_is_high=True, digits=2),
+    heatmap.Score("nats a token of the gold answer", None, None, good_is_high=False, digits=2),
+    heatmap.Score("nats less than another answer", None, None, good_is_high=True, digits=2, around_zero=True),
+  )
+  asked = {"values": args.values, "haystack": args.haystack}
+  found_of = list(zip(opened, cells, strict=True))
+  asking.write(
+    opened,
+    [[asked | cell._asdict() for cell in found] for found in cells],
+    [table(*pair) for pair in found_of],
+    ([each for pair in found_of for each in _maps(*pair)], scores),
+    {},
+  )
 
 
 def _plan(one: Run, hay: Haystack, args: argparse.Namespace) -> list[tuple[Needles, list[int]]]:
@@ -148,7 +161,7 @@ def _plan(one: Run, hay: Haystack, args: argparse.Namespace) -> list[tuple[Needl
 
 
 def _depths(kind: str) -> list[float | None]:
-  return [10.0 * tenth for tenth in range(11)] if kind in WITH_DEPTH else [None]
+  return [*DEPTHS] if kind in WITH_DEPTH else [None]
 
 
 def _ask(
@@ -158,13 +171,8 @@ def _ask(
   depth: float | None,
   answerer: Answerer,
   args: argparse.Namespace,
-  progress: Progress,
-) -> Cell:
-  def check(tokens: int) -> None:
-    args.stop.check()
-    progress.add(tokens)
-    progress.show(f"needles, {one.label}, {task.kind}, {length:,} tokens")
-
+  check: Callable[[int], None],
+) -> dict[str, Any]:
   # One seed for all runs: they are asked for the same things, as far as their tokens allow.
   rng = np.random.default_rng((args.seed, length, KINDS.index(task.kind), int(depth or 0)))
   size = task.size(length)
@@ -177,18 +185,20 @@ def _ask(
   scores = [share_of_gold(one.decode(reply.written), wanted) for reply, wanted in zip(replies, gold, strict=True)]
   counts = np.array([[len(answer) for answer in question.answers] for question in asked])
   nll = np.array([reply.nll for reply in replies]) / np.maximum(counts, 1)
-  error = float(np.std(scores, ddof=1) / math.sqrt(len(scores))) if len(scores) > 1 else math.nan
+  error = float(standard_error(np.array(scores)))
   means = (float(np.mean(scores)), error, float(nll[:, 0].mean()), float(nll[:, 1].mean()))
-  return Cell(task.kind, length, depth, args.trials, *means)
+  return Cell(task.kind, length, depth, args.trials, *means)._asdict()
 
 
-def table(label: str, cells: Sequence[Cell]) -> str:
+def table(run: Run, cells: Sequence[Cell]) -> str:
   """For a terminal: a row for each kind and length, over all depths."""
-  rows = [["kind", "length", "score", "nats a token", "of another answer"]]
+  rows = [["kind", "length", "state", "score", "nats a token", "of another answer"]]
   for kind, length in dict.fromkeys((cell.kind, cell.length) for cell in cells):
     score, nll, other = (_mean(cells, kind, length, name) for name in ("score", "nll", "nll_other"))
-    rows.append([kind, f"{length:,}", f"{100 * score:.1f} %", f"{nll:.2f}", f"{other:.2f}"])
-  return f"needles, {label}\n{results.aligned(rows)}"
+    rows.append(
+      [kind, f"{length:,}", size(run.state_bytes(length)), f"{100 * score:.1f} %", f"{nll:.2f}", f"{other:.2f}"]
+    )
+  return f"needles, {run.label}, step {run.step:,}\n{results.aligned(rows)}"
 
 
 def _mean(cells: Sequence[Cell], kind: str, length: int, name: str, depth: float | None = None) -> float:
@@ -200,36 +210,21 @@ def _mean(cells: Sequence[Cell], kind: str, length: int, name: str, depth: float
   return float(np.mean(chosen)) if chosen else math.nan
 
 
-def _write(args: argparse.Namespace, runs: list[Run], cells: list[list[Cell]]) -> None:
-  asked = {"values": args.values, "haystack": args.haystack}
-  rows: list[dict[str, Any]] = []
-  maps = []
-  for one, found in zip(runs, cells, strict=True):
-    at = results.of_run(one) | asked
-    rows += [at | {"state_bytes": cache_bytes(one, cell.length)} | cell._asdict() for cell in found]
-    maps += _maps(one, found)
-    print(table(one.label, found))
-  scores = (
-    heatmap.Score("share of gold strings written", 0.0, 1.0, good_is_high=True, digits=2),
-    heatmap.Score("nats a token of the gold answer", None, None, good_is_high=False, digits=2),
-    heatmap.Score("nats less than another answer", None, None, good_is_high=True, digits=2, around_zero=True),
-  )
-  record = {"seed": args.seed, "runs": [results.of_run(one) for one in runs], "cells": rows}
-  print(results.write(args.out, "needles", rows, record, heatmap.draw(maps, scores)))
-
-
 def _maps(one: Run, cells: list[Cell]) -> list[heatmap.Map]:
   """All kinds against length, and against length and depth those that have one."""
   lengths = sorted({cell.length for cell in cells})
   kinds = list(dict.fromkeys(cell.kind for cell in cells))
   rows: list[tuple[str, float | None]] = [(kind, None) for kind in kinds]
-  maps = [heatmap.Map(one.label, lengths, kinds, "", one.config.context, _values(cells, rows, lengths))]
+  memory = memory_of(one.model, lengths[-1])
+  maps = [heatmap.Map(f"{one.label}\n{memory}", lengths, kinds, "", one.config.context, _values(cells, rows, lengths))]
   for kind in kinds:
     if kind in WITH_DEPTH:
       rows = [(kind, depth) for depth in _depths(kind)]
       names = [f"{depth:.0f}" for depth in _depths(kind)]
       values = _values(cells, rows, lengths)
-      maps.append(heatmap.Map(f"{one.label}: {kind}", lengths, names, "depth (%)", one.config.context, values))
+      maps.append(
+        heatmap.Map(f"{one.label}: {kind}\n{memory}", lengths, names, "depth (%)", one.config.context, values)
+      )
   return maps
 
 

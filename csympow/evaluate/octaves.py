@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from csympow.evaluate.curves import standard_error
+
 
 class Curve(NamedTuple):
   """The loss at positions in (context / 2, context], one entry a power of two.
@@ -33,7 +35,7 @@ def curve(losses: Float[np.ndarray, "documents length"]) -> Curve:
   for context in contexts:
     by_document = np.nanmean(losses[:, context // 2 : context], axis=1)
     means.append(float(by_document.mean()))
-    errors.append(float(by_document.std(ddof=1) / np.sqrt(documents)) if documents > 1 else float("nan"))
+    errors.append(float(standard_error(by_document)))
   return Curve(contexts, means, errors, documents)
 
 
@@ -53,7 +55,7 @@ def made_at(directory: Path) -> int | None:
   """The step of the model whose curve lies in the directory."""
   try:
     step: int = json.loads((directory / "context.json").read_text())["step"]
-  except (OSError, ValueError, KeyError, TypeError):
+  except (OSError, ValueError, KeyError, TypeError, RecursionError):
     return None
   return step
 

@@ -5,20 +5,25 @@ model may write), and the line with the number begins at exactly its share of th
 """
 
 import argparse
+import functools
 import itertools
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from csympow.data.progress import Progress
 from csympow.evaluate import heatmap, results
 from csympow.evaluate.answers import Answerer, Question
-from csympow.evaluate.kept import Kept, digest
-from csympow.evaluate.prompts import begin, lengths_of, natural, positive, positives, split_answer
-from csympow.evaluate.runs import Run, cache_bytes, open_runs
+from csympow.evaluate.asking import DEPTHS, Asking
+from csympow.evaluate.caches import memory_of
+from csympow.evaluate.curves import standard_error
+from csympow.evaluate.flags import positive, positives, seed
+from csympow.evaluate.prompts import begin, lengths_of, split_answer
+from csympow.evaluate.runs import Run, open_runs
+from csympow.train.metrics import size
 
 _INSTRUCTIONS = (
   "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you about "
@@ -30,7 +35,6 @@ _QUESTION = "\nWhat is the pass key? The pass key is"
 _LARGEST = 50_000
 _WRITTEN = 10  # tokens, in which the first integer counts
 _NUMBER_TOKENS = 12  # of its answer, at most
-_DEPTHS = tuple(10.0 * tenth for tenth in range(11))
 
 GUESS = math.log(_LARGEST)  # nats, of whoever knows the range and nothing else
 
@@ -82,12 +86,15 @@ class Passkey:
     return self._run.encode(_LINE.format(number=number))
 
 
+READS_RUNS = True
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
   """The task's own flags."""
   group = parser.add_argument_group("passkey")
   group.add_argument("--lengths", type=positives, metavar="N,N,...", help="in tokens; by default powers of two")
   group.add_argument("--trials", type=positive, default=20, help="numbers at each length and depth (%(default)s)")
-  group.add_argument("--seed", type=natural, default=0, help="of what is hidden and where (%(default)s)")
+  group.add_argument("--seed", type=seed, default=0, help="of what is hidden and where (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -95,26 +102,28 @@ def run(args: argparse.Namespace) -> None:
   opened = open_runs(args)
   tasks = [Passkey(one) for one in opened]
   lengths = [lengths_of(args, one, task.shortest, "a passkey") for one, task in zip(opened, tasks, strict=True)]
-  kept = Kept(args.out, "passkey")
-  progress = Progress(sum(args.trials * len(_DEPTHS) * sum(chosen) for chosen in lengths))
-  cells = []
+  asking = Asking(args, "passkey", sum(args.trials * len(DEPTHS) * sum(chosen) for chosen in lengths))
+  cells: list[list[Cell]] = []
   for one, task, chosen in zip(opened, tasks, lengths, strict=True):
     answerer = Answerer(one.model, max(chosen), _NUMBER_TOKENS, _WRITTEN, args.trials)
-    found = []
-    for length, depth in itertools.product(chosen, _DEPTHS):
-      key = digest(
-        "passkey", one.identity, one.config.model, one.config.data.tokenizer, length, depth, args.trials, args.seed
-      )
-      record: dict[str, Any] | None = kept.get(key)
-      if record is None:
-        record = _ask(one, task, length, depth, answerer, args, progress)._asdict()
-        kept.put(key, record)
-      else:
-        progress.add(args.trials * length, fresh=False)
-      found.append(Cell(**record))
-    cells.append(found)
-  progress.end("passkey")
-  _write(args, opened, cells)
+    cells.append([])
+    for length, depth in itertools.product(chosen, DEPTHS):
+      ask = functools.partial(_ask, one, task, length, depth, answerer, args)
+      found = asking.cell(one, ("passkey", depth), length, f"{length:,} tokens, depth {depth:.0f} %", ask)
+      cells[-1].append(Cell(**found))
+  scores = (
+    heatmap.Score("exact match", 0.0, 1.0, good_is_high=True, digits=2),
+    heatmap.Score("nats of the number", None, None, good_is_high=False, digits=1),
+    heatmap.Score("nats less than another number", None, None, good_is_high=True, digits=1, around_zero=True),
+  )
+  found_of = list(zip(opened, cells, strict=True))
+  asking.write(
+    opened,
+    [[cell._asdict() for cell in found] for found in cells],
+    [table(*pair) for pair in found_of],
+    ([_map(*pair) for pair in found_of], scores),
+    {"guess_nats": GUESS},
+  )
 
 
 def _ask(
@@ -124,13 +133,8 @@ def _ask(
   depth: float,
   answerer: Answerer,
   args: argparse.Namespace,
-  progress: Progress,
-) -> Cell:
-  def check(tokens: int) -> None:
-    args.stop.check()
-    progress.add(tokens)
-    progress.show(f"passkey, {one.label}, {length:,} tokens, depth {depth:.0f} %")
-
+  check: Callable[[int], None],
+) -> dict[str, Any]:
   # One seed for all runs: they are asked for the same numbers.
   rng = np.random.default_rng((args.seed, length, int(depth)))
   numbers = [int(rng.integers(1, _LARGEST + 1)) for _ in range(args.trials)]
@@ -138,9 +142,9 @@ def _ask(
   replies = list(answerer.replies(questions, check))
   right = [first_integer(one.decode(reply.written)) == number for number, reply in zip(numbers, replies, strict=True)]
   nll = np.array([reply.nll for reply in replies])
-  error = float(nll[:, 0].std(ddof=1) / math.sqrt(len(nll))) if len(nll) > 1 else math.nan
+  error = float(standard_error(nll[:, 0]))
   means = (float(np.mean(right)), float(nll[:, 0].mean()), error, float(nll[:, 1].mean()))
-  return Cell(length, depth, args.trials, *means)
+  return Cell(length, depth, args.trials, *means)._asdict()
 
 
 def first_integer(text: str) -> int | None:
@@ -157,42 +161,27 @@ def _unlike(number: int, rng: np.random.Generator) -> int:
   return other + (other >= number)
 
 
-def table(label: str, cells: list[Cell]) -> str:
+def table(run: Run, cells: list[Cell]) -> str:
   """For a terminal: a row for each length, over all depths."""
-  rows = [["length", "exact match", "nats of the number", "of another number"]]
+  rows = [["length", "state", "exact match", "nats of the number", "of another number"]]
   for length in sorted({cell.length for cell in cells}):
     here = [cell for cell in cells if cell.length == length]
     match, nll, other = (
       np.mean([getattr(cell, name) for cell in here]) for name in ("exact_match", "nll", "nll_other")
     )
-    rows.append([f"{length:,}", f"{100 * match:.1f} %", f"{nll:.2f}", f"{other:.2f}"])
+    state = size(run.state_bytes(length))
+    rows.append([f"{length:,}", state, f"{100 * match:.1f} %", f"{nll:.2f}", f"{other:.2f}"])
   guess = f"a guess from 1 to {_LARGEST:,} is {GUESS:.1f} nats"
-  return f"passkey, {label}; {guess}\n{results.aligned(rows)}"
-
-
-def _write(args: argparse.Namespace, runs: list[Run], cells: list[list[Cell]]) -> None:
-  rows: list[dict[str, Any]] = []
-  maps = []
-  for one, found in zip(runs, cells, strict=True):
-    at = results.of_run(one)
-    rows += [at | {"state_bytes": cache_bytes(one, cell.length)} | cell._asdict() for cell in found]
-    maps.append(_map(one, found))
-    print(table(one.label, found))
-  scores = (
-    heatmap.Score("exact match", 0.0, 1.0, good_is_high=True, digits=2),
-    heatmap.Score("nats of the number", None, None, good_is_high=False, digits=1),
-    heatmap.Score("nats less than another number", None, None, good_is_high=True, digits=1, around_zero=True),
-  )
-  record = {"seed": args.seed, "guess_nats": GUESS, "runs": [results.of_run(one) for one in runs], "cells": rows}
-  print(results.write(args.out, "passkey", rows, record, heatmap.draw(maps, scores)))
+  return f"passkey, {run.label}, step {run.step:,}; {guess}\n{results.aligned(rows)}"
 
 
 def _map(one: Run, cells: list[Cell]) -> heatmap.Map:
   lengths = sorted({cell.length for cell in cells})
   by_place = {(cell.depth, cell.length): cell for cell in cells}
   match, nll, other = (
-    np.array([[getattr(by_place[depth, length], name) for length in lengths] for depth in _DEPTHS])
+    np.array([[getattr(by_place[depth, length], name) for length in lengths] for depth in DEPTHS])
     for name in ("exact_match", "nll", "nll_other")
   )
-  rows = [f"{depth:.0f}" for depth in _DEPTHS]
-  return heatmap.Map(one.label, lengths, rows, "depth (%)", one.config.context, [match, nll, other - nll])
+  rows = [f"{depth:.0f}" for depth in DEPTHS]
+  label = f"{one.label}\n{memory_of(one.model, lengths[-1])}"
+  return heatmap.Map(label, lengths, rows, "depth (%)", one.config.context, [match, nll, other - nll])

@@ -39,28 +39,11 @@ def lengths_of(args: argparse.Namespace, run: Run, shortest: int, task: str) -> 
       raise ConfigError(
         f"--lengths: {small[0]} is too short for {task} with {run.label}, which needs {shortest} tokens"
       )
+    if max(args.lengths) > longest:
+      raise ConfigError(f"--lengths: {max(args.lengths)} is more than --max_context={longest}; raise that")
     return sorted(set(args.lengths))
   found = [1 << n for n in range((shortest - 1).bit_length(), longest.bit_length()) if 1 << n <= longest]
   if not found:
     first = 1 << (shortest - 1).bit_length()
     raise ConfigError(f"--max_context={longest} is too short for {task} with {run.label}: it begins at {first} tokens")
   return found
-
-
-def positive(text: str) -> int:
-  """A flag's number, at least 1."""
-  if not text.isdigit() or not int(text):
-    raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-  return int(text)
-
-
-def natural(text: str) -> int:
-  """A flag's number, at least 0."""
-  if not text.isdigit():
-    raise argparse.ArgumentTypeError(f"must be a natural number, got {text!r}")
-  return int(text)
-
-
-def positives(text: str) -> list[int]:
-  """A flag's numbers, with commas between."""
-  return [positive(part) for part in text.split(",")]

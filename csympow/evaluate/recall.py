@@ -6,6 +6,7 @@ kept when it is there: a grid that was stopped goes on with the next model.
 
 import argparse
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,11 +19,13 @@ from matplotlib.figure import Figure
 from csympow import overrides
 from csympow.data.progress import Progress
 from csympow.evaluate import results
+from csympow.evaluate.caches import cache_bytes
+from csympow.evaluate.flags import numbers, positive, positives, seed, share, words
 from csympow.evaluate.kept import Kept, digest
 from csympow.evaluate.mqar import examples, position_rule
-from csympow.evaluate.prompts import natural, positive, positives
 from csympow.evaluate.recall_config import RecallConfig, of_one_model
 from csympow.evaluate.recall_training import TEST, Learner, tokens_of
+from csympow.evaluate.runs import describe
 from csympow.model import ModelConfig, Transformer
 from csympow.nn import VARIANTS
 from csympow.train.metrics import size
@@ -31,20 +34,23 @@ _COLOURS = dict(zip(VARIANTS, ("black", "tab:red", "tab:blue", "tab:green"), str
 _MARKERS = {2: "o", 4: "s"}
 
 
+READS_RUNS = False
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
   """The task's own flags; each replaces a field of the config."""
   group = parser.add_argument_group("recall")
   group.add_argument(
     "--config", metavar="FILE", help="a Python file with get_config(); by default the whole grid, for a GPU"
   )
-  group.add_argument("--variants", type=_words, metavar="V,V,...", help=f"of {', '.join(VARIANTS)}")
+  group.add_argument("--variants", type=words, metavar="V,V,...", help=f"of {', '.join(VARIANTS)}")
   group.add_argument("--powers", type=positives, metavar="P,P,...", help="of all variants but softmax")
   group.add_argument("--widths", type=positives, metavar="N,N,...", help="of the models")
-  group.add_argument("--rates", type=_numbers, metavar="X,X,...", help="learning rates; the best counts")
+  group.add_argument("--rates", type=numbers, metavar="X,X,...", help="learning rates; the best counts")
   group.add_argument("--epochs", type=positive, metavar="N", help="passes over the training examples")
-  group.add_argument("--examples", type=_share, metavar="X", help="share of the training and test examples, up to 1")
+  group.add_argument("--examples", type=share, metavar="X", help="share of the training and test examples, up to 1")
   group.add_argument("--forgetting", type=float, metavar="X", help="share of pairs that are keys with a new value")
-  group.add_argument("--seed", type=natural, default=0, help="of parameters and examples (%(default)s)")
+  group.add_argument("--seed", type=seed, default=0, help="of parameters and examples (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -57,20 +63,17 @@ def run(args: argparse.Namespace) -> None:
   progress = Progress(tokens_of(config) * sum(each))
   models = f"{len(shapes)} models at {len(config.rates)} learning rates, {tokens_of(config):,} tokens each"
   print(f"recall: {models}, on {jax.devices()[0].device_kind}", flush=True)
+  records: list[dict[str, Any]] = []
   for i, (shape, key) in enumerate(zip(shapes, keys, strict=True)):
-    if kept.get(key) is not None:
-      progress.add(tokens_of(config) * each[i], fresh=False)
-      continue
 
     def check(tokens: int, i: int = i) -> None:
       args.stop.check()
       progress.add(tokens * each[i])
-      progress.show(f"recall, model {i + 1} of {len(shapes)}, {label(shapes[i])}")
+      progress.show(f"recall, model {i + 1} of {len(shapes)}, {describe(shapes[i])}")
 
-    kept.put(key, _result(shape, config, args.seed, check))
-    print(f"{label(shape)}, width {shape.d_model}: {_told(kept.get(key))}", flush=True)
+    trained = functools.partial(_result, shape, config, args.seed, check)
+    records += kept.once(key, trained, progress, tokens_of(config) * each[i])
   progress.end(f"recall: {len(shapes)} models")
-  records = [record for key in keys for record in kept.get(key) or []]
   rule = _position_rules(config, args.seed)
   print(table(records, config, rule))
   described = {"seed": args.seed, "config": dataclasses.asdict(config), "position_rule": rule, "results": records}
@@ -104,9 +107,11 @@ def _result(shape: ModelConfig, config: RecallConfig, seed: int, check: Any) -> 
   answers = learner.test()
   best = int(np.argmax(np.mean([found.accuracy for found in answers], axis=0)))
   records = []
-  for (length, pairs, count), found in zip(config.test, answers, strict=True):
+  asked = list(zip(config.test, answers, strict=True))
+  for (length, pairs, count), found in asked:
     records.append(
       {
+        "model": describe(shape),
         "variant": shape.variant,
         "power": None if shape.variant == "softmax" else shape.power,
         "width": shape.d_model,
@@ -123,19 +128,14 @@ def _result(shape: ModelConfig, config: RecallConfig, seed: int, check: Any) -> 
         "accuracy_by_rate": [round(float(x), 5) for x in found.accuracy],
       }
     )
+  told = ", ".join(f"{100 * found.accuracy[best]:.1f} % of {pairs} pairs" for (_, pairs, _), found in asked)
+  print(f"{describe(shape)}, width {shape.d_model}: {told}", flush=True)
   return records
 
 
 def state_bytes(shape: ModelConfig, length: int) -> int:
   """What a model remembers of a sequence, over all layers: its state, or the keys and values of so many tokens."""
-  model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
-  cache = jax.eval_shape(lambda: model.init_cache(1, length))
-  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-
-
-def label(shape: ModelConfig) -> str:
-  """The variant and its power."""
-  return shape.variant if shape.variant == "softmax" else f"{shape.variant} p={shape.power}"
+  return cache_bytes(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))), length)
 
 
 def table(records: Sequence[dict[str, Any]], config: RecallConfig, rule: Sequence[float]) -> str:
@@ -150,7 +150,7 @@ def table(records: Sequence[dict[str, Any]], config: RecallConfig, rule: Sequenc
     cells = [_percent(record["accuracy"]) for record in group]
     if forgetting:
       cells = [f"{cell} ({_percent(record['returned_accuracy'])})" for cell, record in zip(cells, group, strict=True)]
-    rows.append([_name(first), str(first["width"]), state, f"{first['rate']:.1e}", *cells])
+    rows.append([first["model"], str(first["width"]), state, f"{first['rate']:.1e}", *cells])
   rows.append(["by the query's place alone", "", "", "", *map(_percent, rule)])
   what = "accuracy in %, by pairs in so many tokens" + ("; of keys with a new value" if forgetting else "")
   return f"{what}\n{results.aligned(rows)}"
@@ -180,8 +180,8 @@ def draw(records: Sequence[dict[str, Any]], config: RecallConfig, rule: Sequence
     axes.set_xlabel("pairs in the context")
     axes.set_title(f"width {width}", fontsize=10)
   last = panels[len(widths)]
-  for name in dict.fromkeys(_name(group[0]) for group in _by_model(records)):
-    groups = [group for group in _by_model(records) if _name(group[0]) == name]
+  for name in dict.fromkeys(group[0]["model"] for group in _by_model(records)):
+    groups = [group for group in _by_model(records) if group[0]["model"] == name]
     places = sorted((max(r["state_bytes"] for r in g), float(np.mean([r["accuracy"] for r in g]))) for g in groups)
     last.errorbar(*zip(*places, strict=True), **_style(groups[0][0]))
   last.axhline(float(np.mean(rule)), **alone)
@@ -207,7 +207,7 @@ def _style(record: dict[str, Any]) -> dict[str, Any]:
     "markersize": 5,
     "linewidth": 1.2,
     "capsize": 2,
-    "label": _name(record),
+    "label": record["model"],
   }
 
 
@@ -223,14 +223,6 @@ def _rows(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
   return [{name: value for name, value in record.items() if name != "accuracy_by_rate"} for record in records]
 
 
-def _name(record: dict[str, Any]) -> str:
-  return record["variant"] if record["power"] is None else f"{record['variant']} p={record['power']}"
-
-
-def _told(records: Any) -> str:
-  return ", ".join(f"{_percent(record['accuracy'])} % of {record['pairs']} pairs" for record in records)
-
-
 def _percent(share: float | None) -> str:
   return "-" if share is None else f"{100 * share:.1f}"
 
@@ -242,21 +234,3 @@ def _or_none(x: float) -> float | None:
 def _parameters(shape: ModelConfig) -> int:
   tree = nnx.split(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))[1]
   return sum(x.size for x in jax.tree.leaves(tree))
-
-
-def _words(text: str) -> list[str]:
-  return text.split(",")
-
-
-def _numbers(text: str) -> list[float]:
-  try:
-    return [float(part) for part in text.split(",")]
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(f"must be numbers with commas between, got {text!r}") from error
-
-
-def _share(text: str) -> float:
-  found = _numbers(text)
-  if len(found) != 1 or not 0 < found[0] <= 1:
-    raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
-  return found[0]

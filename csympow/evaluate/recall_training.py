@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from csympow.config import Config, OptimizerConfig
+from csympow.evaluate.curves import standard_error
 from csympow.evaluate.mqar import Examples, Setting, examples
 from csympow.evaluate.recall_config import RecallConfig
 from csympow.model import ModelConfig, Transformer
@@ -173,7 +174,5 @@ def _batches(part: Examples, order: Int[np.ndarray, "N"], rows: int, room: int) 
 
 def _summary(right: Bool[np.ndarray, "rates N keys"], returned: Bool[np.ndarray, "N keys"]) -> Answers:
   by_sequence = right.mean(axis=2)
-  count = by_sequence.shape[1]
-  error = by_sequence.std(axis=1, ddof=1) / np.sqrt(count) if count > 1 else np.full(len(right), np.nan)
   of_returned = right[:, returned].mean(axis=1) if returned.any() else np.full(len(right), np.nan)
-  return Answers(by_sequence.mean(axis=1), error, of_returned)
+  return Answers(by_sequence.mean(axis=1), standard_error(by_sequence.T), of_returned)

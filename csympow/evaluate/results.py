@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from csympow.data.output import replace_file
-from csympow.evaluate.runs import Run, cache_bytes
-from csympow.train.metrics import finite, size
+from csympow.evaluate.runs import Run
+from csympow.train.metrics import finite
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -40,17 +40,14 @@ def write(
 
 def can_draw() -> bool:
   """Whether there is what figures are made with."""
-  return all(importlib.util.find_spec(name) is not None for name in ("matplotlib", "PIL"))
+  return importlib.util.find_spec("matplotlib") is not None
 
 
 def png(figure: "Figure") -> bytes:
-  """The picture in 128 colours, which lines and text do not need, at a third of the size."""
-  from PIL import Image
-
-  full, small = io.BytesIO(), io.BytesIO()
-  figure.savefig(full, format="png")
-  Image.open(full).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
-  return small.getvalue()
+  """The picture, as a file has it."""
+  picture = io.BytesIO()
+  figure.savefig(picture, format="png")
+  return picture.getvalue()
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -89,12 +86,6 @@ def of_run(run: Run) -> dict[str, Any]:
     "power": None if model.variant == "softmax" else model.power,
     "trained_at": run.config.context,
   }
-
-
-def memory_of(run: Run, length: int) -> str:
-  """What the model remembers of a sequence of so many tokens, for people."""
-  told = size(cache_bytes(run, length))
-  return f"keys and values, {told} at {length:,}" if run.config.model.variant == "softmax" else f"state {told}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import hashlib
 import itertools
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +17,8 @@ from jaxtyping import Int
 
 from csympow.config import Config, ConfigError, from_dict
 from csympow.data.tokenizer import Tokenizer, find_tokenizer
-from csympow.model import Transformer
+from csympow.evaluate.caches import cache_bytes
+from csympow.model import ModelConfig, Transformer
 from csympow.train import workdir as run_directory
 from csympow.train.checkpoint import MANIFEST, DamagedError, finished_steps, load_parameters, verify
 
@@ -41,6 +43,10 @@ class Run(NamedTuple):
   identity: str
   model: Transformer
   tokenizer: Tokenizer | None
+
+  def state_bytes(self, length: int) -> int:
+    """`cache_bytes` of its model."""
+    return cache_bytes(self.model, length)
 
   def encode(self, text: str) -> Int[np.ndarray, "n"]:
     """The tokens of a text."""
@@ -67,10 +73,17 @@ def open_runs(args: argparse.Namespace) -> list[Run]:
   """The runs that a command line names, each with a label of its own."""
   if not args.workdir:
     raise ConfigError("--workdir=DIR must name at least one run")
+  places = [os.path.realpath(directory) for directory in args.workdir]
+  for place, directory in zip(places, args.workdir, strict=True):
+    if places.count(place) > 1:
+      raise ConfigError(f"--workdir={directory} is given twice")
   runs = [open_run(directory, args.step) for directory in args.workdir]
   labels = [run.label for run in runs]
   unclear = {label for label in labels if labels.count(label) > 1}
-  return [run._replace(label=f"{run.directory}, {describe(run)}") if run.label in unclear else run for run in runs]
+  return [
+    run._replace(label=f"{run.directory}, {describe(run.config.model)}") if run.label in unclear else run
+    for run in runs
+  ]
 
 
 def open_run(workdir: Path, step: int | None) -> Run:
@@ -88,8 +101,8 @@ def open_run(workdir: Path, step: int | None) -> Run:
   except ConfigError as error:
     raise ConfigError(f"{workdir / 'config.json'} cannot be used: {error}") from error
   found = _whole_checkpoint(workdir / "checkpoints", step)
-  run = Run(
-    label="",
+  return Run(
+    label=f"{workdir.absolute().name}, {describe(config.model)}",
     directory=workdir,
     config=config,
     step=found,
@@ -97,19 +110,11 @@ def open_run(workdir: Path, step: int | None) -> Run:
     model=_model(config, workdir.absolute() / "checkpoints" / str(found)),
     tokenizer=find_tokenizer(config.data),
   )
-  return run._replace(label=f"{workdir.absolute().name}, {describe(run)}")
 
 
-def describe(run: Run) -> str:
+def describe(model: ModelConfig) -> str:
   """The variant and its power."""
-  model = run.config.model
   return model.variant if model.variant == "softmax" else f"{model.variant} p={model.power}"
-
-
-def cache_bytes(run: Run, length: int) -> int:
-  """What the model remembers of one sequence of so many tokens, over all layers: its state, or all keys and values."""
-  cache = jax.eval_shape(lambda: run.model.init_cache(1, length))
-  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
 
 def _whole_checkpoint(directory: Path, step: int | None) -> int:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,39 +10,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from csympow.data.loader import Windows
+from csympow.evaluate.caches import Shape, shape_for
+from csympow.evaluate.halfway import HalfWay
+from csympow.evaluate.reading import read
 from csympow.model import Transformer
 from csympow.nn import Cache
 from csympow.train.loss import token_losses
 
-_PIECE = 512  # tokens that enter the state at once
-_TOKENS_AT_ONCE = 2**18  # of all texts that are streamed side by side, so that none is long on its way
-_CACHE_BYTES = 4 * 2**30  # that their states may take: at p=4 one of the 124M model is 28 GB
-_SCORE_BYTES = 2**30  # that softmax's scores of one piece may take
 _LOGITS_AT_ONCE = 2**26  # numbers
-
-
-class Shape(NamedTuple):
-  """What the one compiled program of a model takes, whatever the lengths of the texts."""
-
-  rows: int  # texts side by side
-  piece: int
-  slots: int  # of a softmax model's cache
-
-
-def shape_for(model: Transformer, length: int, texts: int) -> Shape:
-  """How to stream this many texts of at most `length` tokens."""
-  piece = min(_PIECE, length)
-  per_score = 0
-  if model.config.variant == "softmax":
-    per_score = 4 * model.config.num_heads * length
-    while piece > 16 and piece * per_score > _SCORE_BYTES:
-      piece //= 2
-  slots = -(-length // piece) * piece
-  one = jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(1, slots)))
-  fitting = [_TOKENS_AT_ONCE // length, _CACHE_BYTES // sum(x.size * x.dtype.itemsize for x in one)]
-  if per_score:
-    fitting.append(_SCORE_BYTES // (piece * per_score))
-  return Shape(max(1, min(texts, *fitting)), piece, slots)
 
 
 def stream(
@@ -52,29 +26,16 @@ def stream(
   targets: Int[np.ndarray, "b T"],
   shape: Shape,
   segments: Int[np.ndarray, "T"] | None = None,
+  halfway: HalfWay | None = None,
 ) -> Iterator[tuple[int, Float[np.ndarray, "b t"]]]:
   """For each piece of some texts, at most `shape.rows`, its first position and the losses; NaN without a target.
 
   The state begins anew wherever `segments` changes.
   """
   texts, length = tokens.shape
-  padding = ((0, shape.rows - texts), (0, -length % shape.piece))
-  tokens = np.pad(tokens, padding)
-  targets = np.pad(targets, padding, constant_values=-1)
-  segments = np.zeros(length, np.int32) if segments is None else segments
-  runs = np.broadcast_to(np.pad(segments, padding[1], constant_values=-1), tokens.shape)
-  # Put where the model lies, as the caches that follow will be: one program serves the first piece and the rest.
-  cache = jax.device_put(model.init_cache(shape.rows, shape.slots), model.embedding.embedding[...].sharding)
-  waiting: tuple[int, Array] | None = None
-  for start in range(0, tokens.shape[1], shape.piece):
-    part = slice(start, start + shape.piece)
-    losses, cache = advance(model, cache, tokens[:, part], targets[:, part], runs[:, part])
-    # The piece before is looked at while the device is busy with this one.
-    if waiting is not None:
-      yield waiting[0], np.asarray(waiting[1])[:texts]
-    waiting = start, losses
-  if waiting is not None:
-    yield waiting[0], np.asarray(waiting[1])[:texts, : length - waiting[0]]
+  runs = np.broadcast_to(np.zeros(length, np.int32) if segments is None else segments, tokens.shape)
+  for start, losses in read(advance, model, ((tokens, 0), (targets, -1), (runs, -1)), shape, halfway):
+    yield start, losses[:texts, : length - start]
 
 
 @functools.partial(jax.jit, donate_argnums=1)

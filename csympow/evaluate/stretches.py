@@ -1,8 +1,9 @@
 """Which held-out text an evaluation reads: stretches of one length, each of one document if there are such."""
 
+import argparse
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -10,6 +11,7 @@ from jaxtyping import Int
 from csympow.config import ConfigError
 from csympow.data.documents import DataError, Documents
 from csympow.data.loader import open_documents
+from csympow.evaluate.flags import positive
 from csympow.evaluate.runs import Run
 
 
@@ -44,6 +46,16 @@ class Stretches(NamedTuple):
     found = f"{_count(len(self.tokens), 'document' if whole else 'stretch')} of {self.length:,} tokens"
     return found if whole else f"{found}, of {_count(self.documents, 'document')}{' joined' * self.joined}"
 
+  def record(self) -> dict[str, Any]:
+    """For JSON."""
+    return {
+      "length": self.length,
+      "stretches": len(self.tokens),
+      "documents": self.documents,
+      "joined": self.joined,
+      "data": self.source,
+    }
+
   def rows(self, indices: list[int]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
     """Tokens and targets of some stretches; a target of -1 where there is none."""
     chosen = [self.tokens[index] for index in indices]
@@ -52,6 +64,23 @@ class Stretches(NamedTuple):
     for row, stretch in zip(targets, chosen, strict=True):
       row[: len(stretch) - 1] = stretch[1:]
     return tokens, targets
+
+
+def add_options(parser: argparse.ArgumentParser, task: str, documents: int) -> None:
+  """The options of a task that reads held-out text."""
+  group = parser.add_argument_group(task)
+  told = "stretches of text, at most (%(default)s)"
+  group.add_argument("--documents", type=positive, default=documents, metavar="N", help=told)
+  group.add_argument("--heldout", metavar="DATA", help="a dataset, or embedded, in place of the runs' own held-out one")
+
+
+def asked_for(args: argparse.Namespace, runs: list[Run], about: str) -> Stretches:
+  """The stretches that a command line asks for, after a line that tells of them."""
+  found = common_stretches(runs, args.heldout, args.max_context, args.documents)
+  print(f"{about}: {found.describe()}, from {found.source}", flush=True)
+  if found.length < args.max_context:
+    print(f"--max_context={args.max_context:,} is more than there is: {found.length:,} tokens instead", flush=True)
+  return found
 
 
 def common_stretches(runs: list[Run], path: str | None, length: int, count: int) -> Stretches:

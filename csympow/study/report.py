@@ -44,7 +44,7 @@ def write(study: StudyConfig, out: Path, directory: Path) -> str:
   if not kept:
     raise ConfigError(f"--out={out} keeps no run that is done; there is nothing to report")
   if not results.can_draw():
-    raise ConfigError("--report needs matplotlib and pillow to draw with: pip install matplotlib pillow")
+    raise ConfigError("--report needs matplotlib to draw with: pip install matplotlib")
   images = directory / "images"
   images.mkdir(parents=True, exist_ok=True)
   drawn = {name: figure for name, draw in _FIGURES.items() if (figure := draw(study, kept)) is not None}

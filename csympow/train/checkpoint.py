@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -23,6 +24,8 @@ from csympow.disk import sync_directory
 from csympow.train.step import TrainState
 
 MANIFEST = "MANIFEST.json"
+_STEP = re.compile("0|[1-9][0-9]{0,17}")
+_TEMPORARY = re.compile(r"[0-9]+\.orbax")  # what Orbax writes to before it commits
 
 
 class DamagedError(Exception):
@@ -59,7 +62,9 @@ class Checkpoints:
       raise ConfigError(error or "the first process found no usable checkpoint; its own line says why")
     if step < 0:
       return None, remarks
-    state = ocp.load(self._directory / str(step), abstract)
+    path = self._directory / str(step)
+    _check_parameters(path, abstract.parameters)
+    state = ocp.load(path, abstract)
     self.last_step = step
     return TrainState(*state), remarks
 
@@ -125,8 +130,8 @@ class Checkpoints:
     """Removes what a save that was cut off has left, and tells of it."""
     remarks = []
     for path in sorted(self._directory.iterdir()) if self._directory.is_dir() else []:
-      finished = path.name.isdigit() and (path / MANIFEST).exists()
-      if path.name[0].isdigit() and path.is_dir() and not finished:
+      unfinished = _STEP.fullmatch(path.name) and not (path / MANIFEST).exists()
+      if path.is_dir() and (unfinished or _TEMPORARY.match(path.name)):
         shutil.rmtree(path)
         remarks.append(f"the save of checkpoint {path.name.split('.')[0]} was cut off; what there was of it is removed")
     return remarks
@@ -145,21 +150,28 @@ def finished_steps(directory: Path) -> list[int]:
   """The steps that have a manifest, in order, read from the disk each time."""
   if not directory.is_dir():
     return []
-  return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit() and (path / MANIFEST).exists())
+  return sorted(int(p.name) for p in directory.iterdir() if _STEP.fullmatch(p.name) and (p / MANIFEST).exists())
 
 
 def load_parameters(path: Path, abstract: Any) -> Any:
   """The parameters alone of a checkpoint, on the devices of `abstract`; raises a ConfigError if they are not of it."""
-  kept = _shapes(ocp.metadata(path).metadata["parameters"])
+  _check_parameters(path, abstract)
+  context = ocp.Context()
+  context.pytree.loading.partial_load = True
+  with context:
+    return ocp.load(path, {"parameters": abstract})["parameters"]
+
+
+def _check_parameters(path: Path, abstract: Any) -> None:
+  try:
+    kept = _shapes(ocp.metadata(path).metadata["parameters"])
+  except Exception as error:  # whatever Orbax makes of a directory that it did not write
+    raise ConfigError(f"{path} has a manifest that is right, and yet is no checkpoint of this program") from error
   wanted = _shapes(abstract)
   for name in sorted({*kept, *wanted}):
     if kept.get(name) != wanted.get(name):
       there, here = (found.get(name, "absent") for found in (kept, wanted))
       raise ConfigError(f"{path} is not of the config beside it: {name} is {there} there, {here} by the config")
-  context = ocp.Context()
-  context.pytree.loading.partial_load = True
-  with context:
-    return ocp.load(path, {"parameters": abstract})["parameters"]
 
 
 def _shapes(tree: Any) -> dict[str, str]:
@@ -190,8 +202,10 @@ def verify(path: Path) -> None:
   try:
     wanted: dict[str, Any] = json.loads((path / MANIFEST).read_text())["sha256"]
     names = dict(wanted.items())
-  except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+  except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
     raise DamagedError(f"{MANIFEST} cannot be read") from error
+  if not names:
+    raise DamagedError(f"{MANIFEST} vouches for no file")
   for name, digest in names.items():
     if not (path / name).is_file():
       raise DamagedError(f"{name} is missing")

@@ -13,7 +13,7 @@ from typing import Any, cast
 import jax
 
 import csympow
-from csympow.config import Config
+from csympow.config import Config, ConfigError
 
 # Dense bfloat16 FLOP/s of one device, by what JAX calls it.
 PEAKS = {
@@ -37,7 +37,10 @@ FORMULA = "3 x (2 x matrix parameters + attention), remat not counted"
 
 
 def explanation(config: Config, sizes: dict[str, int], platform: str) -> csympow.Explanation | None:
-  """What `csympow.explain` says of one layer's attention on one device; None for softmax."""
+  """What `csympow.explain` says of one layer's attention on one device; None for softmax.
+
+  Raises a ConfigError if the implementation that the config asks for is not to be had there.
+  """
   model = config.model
   if model.variant == "softmax":
     return None
@@ -47,9 +50,11 @@ def explanation(config: Config, sizes: dict[str, int], platform: str) -> csympow
     return jax.ShapeDtypeStruct((rows, config.context, heads // sizes["tensor"], model.head_dim), model.dtype)
 
   queries, keys = shape(model.num_heads), shape(model.num_kv_heads or model.num_heads)
-  return csympow.explain(
-    queries, keys, keys, power=model.power, form=cast(Any, model.form), chunk_size=model.chunk_size, device=platform
-  )
+  how = {"form": model.form, "chunk_size": model.chunk_size, "implementation": model.implementation}
+  try:
+    return csympow.explain(queries, keys, keys, power=model.power, device=platform, **cast(Any, how))
+  except NotImplementedError as error:
+    raise ConfigError(f"model.{error}") from error
 
 
 def per_token(config: Config, parameters: Any, platform: str) -> float:

@@ -42,7 +42,7 @@ class Journal:
 
   def _take_postponed(self, step: int) -> dict[str, Any] | None:
     try:
-      record: dict[str, Any] = json.loads(self._postponed.read_text())
+      record = _record(self._postponed.read_text())
     except (OSError, ValueError):
       return None
     return record if record["step"] == step else None
@@ -66,14 +66,24 @@ class Journal:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-  """The records of a metrics.jsonl; a torn last line is left out."""
+  """The records of a metrics.jsonl, up to the first line that is none: a torn last one is left out."""
   records = []
-  for line in path.read_text().splitlines():
+  for line in path.read_text(errors="replace").splitlines():
     try:
-      records.append(json.loads(line))
+      records.append(_record(line))
     except ValueError:
       break
   return records
+
+
+def _record(line: str) -> dict[str, Any]:
+  try:
+    found = json.loads(line)
+  except RecursionError as error:
+    raise ValueError("nested too deeply") from error
+  if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+    raise ValueError("no record of a step")  # noqa: TRY004, as JSON's own errors are
+  return found
 
 
 def _rewind(path: Path, step: int) -> set[int]:

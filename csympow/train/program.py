@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from csympow import overrides
-from csympow.command import EXIT_DONE, EXIT_ERROR, EXIT_NOT_FINITE, EXIT_STOPPED, EXIT_USAGE, Parser, fail, no_room
+from csympow.command import EXIT_DONE, EXIT_ERROR, EXIT_NOT_FINITE, EXIT_STOPPED, EXIT_USAGE, Parser, explained, fail
 from csympow.config import Config, ConfigError
 from csympow.data.loader import Batch, Windows, batches, open_documents
 from csympow.data.tokenizer import find_tokenizer
@@ -27,10 +27,12 @@ from csympow.sharding import Layout, make_mesh, mesh_sizes
 from csympow.train import banner, launch, workdir
 from csympow.train.checkpoint import Checkpoints
 from csympow.train.loop import HaltedError, Loop, Profile, StopFlags
-from csympow.train.metrics import Journal
+from csympow.train.metrics import Journal, size
 from csympow.train.reports import Reports
 from csympow.train.step import Program, TrainState
 from csympow.train.stop import Stop, Stopped
+
+_MOST_BYTES = 2**50  # beyond which XLA's own arithmetic ends
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -62,9 +64,9 @@ def _run(arguments: list[str], stop: Stop) -> int:
   except SystemExit as error:  # argparse
     return error.code if isinstance(error.code, int) else EXIT_USAGE
   except Exception as error:
-    full = no_room(error, "the workdir")
-    if full is not None:
-      return fail(f"{full}; the last finished checkpoint is whole, and the same command goes on from it", EXIT_ERROR)
+    line = explained(error, "the workdir")
+    if line is not None:
+      return fail(f"{line}; the last finished checkpoint is whole", EXIT_ERROR)
     traceback.print_exc()
     return EXIT_ERROR
   return EXIT_DONE
@@ -127,6 +129,8 @@ def run(options: argparse.Namespace, changes: dict[str, str], stop: Stop) -> Non
 
   program = Program(config, layout)
   abstract = program.abstract_state()
+  if _bytes(abstract) > _MOST_BYTES:
+    raise ConfigError(f"model: its parameters and optimizer would take {size(_bytes(abstract))}; no machine has that")
   say = print if lead else _silent
   say(f"csympow, {options.config}\n{banner.describe(config, abstract, sizes, devices, windows, directory)}", flush=True)
   if options.dry_run:

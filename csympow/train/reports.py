@@ -15,7 +15,9 @@ from csympow.config import Config
 from csympow.data.loader import Batch, Windows, batches
 from csympow.data.tokenizer import Tokenizer
 from csympow.evaluate import octaves
+from csympow.evaluate.caches import memory_of
 from csympow.evaluate.generation import continuation
+from csympow.evaluate.runs import describe
 from csympow.evaluate.streaming import position_losses
 from csympow.gates import memory_length
 from csympow.model import Transformer
@@ -110,9 +112,9 @@ class Reports:
     )
     losses = position_losses(model, windows, indices, lambda _: self._stop.check())
     result = octaves.curve(losses)
-    label = config.model.variant + ("" if config.model.variant == "softmax" else f", p={config.model.power}")
+    label = f"{describe(config.model)}: {memory_of(model, length)}"
     picture = octaves.write(result, self._directory, config.context, config.steps, label)
-    print(f"{octaves.table(result, config.context)}\nplot: {picture}")
+    print(f"{octaves.table(result, config.context)}\n{label}; plot: {picture}")
 
   def _long_windows(self) -> tuple[Windows, list[int]]:
     """Windows of held-out text that each lie in one document, as long as the config asks or else as there are."""

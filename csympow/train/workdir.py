@@ -4,25 +4,26 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, TextIO
 
 from csympow.config import Config, ConfigError, differences, to_dict
+from csympow.disk import require_writable
 from csympow.train.checkpoint import finished_steps
 from csympow.train.metrics import size
 
 
 def check(workdir: Path, config: Config, fingerprint: str) -> None:
   """Raises a ConfigError unless the run may use the directory: writable, and empty or of the same run."""
-  writable = workdir if workdir.is_dir() else next(parent for parent in workdir.absolute().parents if parent.exists())
-  if workdir.exists() and not workdir.is_dir():
-    raise ConfigError(f"--workdir={workdir} is a file")
   try:
-    with tempfile.TemporaryFile(dir=writable):
-      pass
+    writable = workdir if workdir.is_dir() else next(parent for parent in workdir.absolute().parents if parent.exists())
+    if os.path.lexists(workdir) and not workdir.is_dir():
+      raise ConfigError(f"--workdir={workdir} is a file")
   except OSError as error:
     raise ConfigError(f"--workdir={workdir} cannot be written to: {os.strerror(error.errno or 0)}") from error
+  require_writable(writable, f"--workdir={workdir}")
+  if os.path.lexists(workdir / "checkpoints") and not (workdir / "checkpoints").is_dir():
+    raise ConfigError(f"--workdir={workdir} cannot be used: its checkpoints are no directory")
   found = stored(workdir)
   if found is None:
     return
