@@ -83,8 +83,8 @@ class Plan:
 def platform() -> str:
   """The kind of chip that the program being traced is most likely for.
 
-  Only speed hangs on the answer, never correctness, so a guess will do where a program is compiled ahead of time for a
-  chip that no mesh names.
+  A guess, where a program is compiled ahead of time for a chip that no mesh names: then the plan may be slow, or one by
+  kernels that the chip does not have, and the implementation is better named.
   """
   device = jax.sharding.get_abstract_mesh().abstract_device
   name = device.platform if device is not None else jax.default_backend()

@@ -250,7 +250,7 @@ def _prepare(
     if valid is not None:
       beta = jnp.where(valid[..., None], beta, 0.0)
     rates = rates.astype(jnp.float32)
-    turns, carried = rotation.phases(beta, rates, starts=starts, initial=initial)
+    turns, last = rotation.phases(beta, rates, starts=starts, initial=initial)
     if for_kernels:
       turns, _ = rotation.phases(lax.stop_gradient(beta), rates, starts=starts, initial=initial)
       total, _ = rotation.phases(beta, 2 * jnp.pi + 0 * lax.stop_gradient(rates[:1]), starts=starts)
@@ -258,7 +258,7 @@ def _prepare(
       remaining = near.Rotation(turns, total[..., 0], lax.stop_gradient(rates))
     else:
       q, k = rotation.rotate(q, turns[..., None, :]), rotation.rotate(k, turns)
-    phase = carried + jnp.zeros_like(phase)
+    phase = last + jnp.zeros_like(phase)
 
   if not for_kernels or state is not None:
     q = _unit(q)
@@ -358,17 +358,17 @@ def _attend(
   if form == "recurrent":
     y, memory = recurrent.attend(queries, keys, values, gates, x.memory, settings.power, settings.chunk)
   elif kernels and form == "chunked":
-    rotation = near.padded(x.rotation, padding, keys.shape[-1])
+    remaining = near.padded(x.rotation, padding, keys.shape[-1])
     by_kernels = carried.attend if settings.chip == "tpu" else fused_chunked.attend
     y, memory = by_kernels(
-      near.Tokens(queries, keys, values, gates, rotation), x.memory, settings, q.dtype, return_state
+      near.Tokens(queries, keys, values, gates, remaining), x.memory, settings, q.dtype, return_state
     )
   elif kernels:
     if settings.chip == "gpu":
       queries, keys, values = _equally_wide(queries, keys, values)
-    rotation = near.padded(x.rotation, padding, keys.shape[-1])
+    remaining = near.padded(x.rotation, padding, keys.shape[-1])
     y, memory = fused.attend(
-      near.Tokens(queries, keys, values, gates, rotation), x.memory, settings, q.dtype, return_state
+      near.Tokens(queries, keys, values, gates, remaining), x.memory, settings, q.dtype, return_state
     )
     y = y[..., : v.shape[-1]]
   else:

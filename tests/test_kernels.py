@@ -187,6 +187,23 @@ def test_chunked_kernels_are_right_in_the_interpreter_and_race_free(case, chunk)
   assert not interpret_pallas_call.get_races().races_found
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [None, 256])
+def test_rates_get_their_gradient(chunk):
+  case = Case(T=300, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
+  x, rest = inputs(case)
+  weights = cotangents(case)["y"].astype(jnp.float32)
+
+  def gradient(call):
+    return jax.grad(lambda rates: jnp.sum(weights * call(rest | {"rates": rates}).astype(jnp.float32)))(rest["rates"])
+
+  found = gradient(lambda rest: attend(case, plgpu.InterpretGPUParams(), chunk)(x, rest)["y"])
+  exact = {name: array.astype(jnp.float32) for name, array in x.items()}
+  expected = gradient(lambda rest: csympow.attention(**exact, **rest, power=2, implementation="xla"))
+  # Sums over all tokens that cancel, times running totals of beta.
+  comparing.assert_close(found, expected, 1.5e-2, "drates")
+
+
 def test_heads_without_keys_and_keys_that_are_no_numbers_do_not_set_the_scale():
   k = jnp.ones((1, FRAME, 3, 32)).at[:, :, 1].set(0.0).at[:, 7, 2].set(jnp.nan)
   G = prefix_sum(jnp.zeros((1, FRAME, 3)))

@@ -1,6 +1,7 @@
 """What every task leaves: TASK.csv, TASK.png and, last, TASK.json, each there as a whole or not at all.
 
-Where matplotlib is not installed, as on a machine lent for its chips alone, there is no picture.
+Where matplotlib is not installed, as on a machine lent for its chips alone, `context` leaves no picture; the others
+need it.
 """
 
 import csv

@@ -116,6 +116,8 @@ class Writer:
         kept_at = now
       if self._end is not None and all(self._end in row for row in zip(*found["tokens"], strict=True)):
         break
+    if before and len(found["tokens"]) == before:  # all of it was written before
+      self._tell(stream, found["tokens"], True)
     if self._alone:
       show(stream.end() + "\n")
       self.shown = True

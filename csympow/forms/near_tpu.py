@@ -38,8 +38,8 @@ def chunks(x: near.Tokens, G: Total, size: int) -> tuple[Chunks, Int[Array, "B T
 
   return (
     Chunks(
-      q=jnp.moveaxis(q.astype(jnp.bfloat16), 1, -1),
-      k=jnp.moveaxis(k.astype(jnp.bfloat16), 1, -1),
+      q=jnp.moveaxis(near.rounded(q, near.BFLOAT16).astype(jnp.bfloat16), 1, -1),
+      k=jnp.moveaxis(near.rounded(k, near.BFLOAT16).astype(jnp.bfloat16), 1, -1),
       v=jnp.moveaxis(x.v.astype(jnp.bfloat16), 1, -1),
       gate=row((G - before) * LOG2E),
       until=row(jnp.exp(end - G)),
@@ -64,8 +64,8 @@ def forward(x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interp
   by_kernel = on_chip(lambda x, **how: attention_forward.forward(x, power=power, **how), interpret, x.chunks)
   batch, _, _, _, time = by_kernel.y.shape
   y = time_first(by_kernel.y).reshape(batch, time, -1, by_kernel.y.shape[3])
-  high = y.astype(dtype)
-  low = (y - high.astype(jnp.float32)).astype(jnp.bfloat16) if save_low else None
+  high, bits = y.astype(dtype), near.FLOAT16 if dtype == jnp.float16 else near.BFLOAT16
+  low = (y - near.rounded(y, bits)).astype(jnp.bfloat16) if save_low else None
   return Outputs(high, low, by_kernel.normaliser.reshape(batch, -1, time))
 
 

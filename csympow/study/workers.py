@@ -109,7 +109,9 @@ class Workers:
     workdir = self._workdir(run)
     command = ["eval.py", "--task=context", f"--workdir={workdir}", f"--out={workdir / 'evaluation'}"]
     command += [f"--max_context={self._study.max_context}", f"--documents={self._study.documents}"]
-    return self._outcome(run, self._process(run, command, None))
+    code = self._process(run, command, None)
+    # A model that breaks past its training context is a result, and by now all of it is written.
+    return self._outcome(run, EXIT_DONE if code == EXIT_NOT_FINITE else code)
 
   def _outcome(self, run: Run, code: int) -> Outcome:
     found: dict[int, Outcome] = {EXIT_DONE: "done", EXIT_NOT_FINITE: "diverged", EXIT_STOPPED: "stopped"}
