@@ -31,8 +31,8 @@ def questions(lengths):
   ("variant", "power"),
   [
     pytest.param("conformal", 2, marks=pytest.mark.slow),
-    ("conformal", 4),
-    pytest.param("softmax", 2, marks=pytest.mark.slow),
+    pytest.param("conformal", 4, marks=pytest.mark.slow),
+    ("softmax", 2),
   ],
 )
 def test_replies_are_those_of_each_prompt_alone(monkeypatch, variant, power):

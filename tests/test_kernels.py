@@ -231,7 +231,7 @@ def gradients(case, chunk=None):
   return jax.grad(lambda x: run(x, rest)["y"].astype(jnp.float32).sum()), x
 
 
-@pytest.mark.parametrize("each", [2, 3, 4])
+@pytest.mark.parametrize("each", [slow(2), 3, slow(4)])
 def test_states_do_not_depend_on_how_coordinates_are_shared_out(monkeypatch, each):
   monkeypatch.setattr(state_write, "_coordinates", lambda *sizes: each)
   random = np.random.default_rng(0)
@@ -266,7 +266,8 @@ def test_kernels_lower_for_every_shape(d, dv, power):
   assert_lowers(*gradients(case), *ATTENTION)
 
 
-@pytest.mark.parametrize(("d", "dv"), [(64, 64), slow(32, 64)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (32, 64)])
 def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
   case = Case(T=2**20, B=1, H=2, groups=2, d=d, dv=dv, dtype="bfloat16", entry="attention")
   assert_lowers(*gradients(case, chunk=1024), *ATTENTION, *STATES)
@@ -286,7 +287,7 @@ def test_kernels_lower_inside_shard_map(chunk, entry):
   )
 
 
-@pytest.mark.parametrize("chunk", [None, FRAME])
+@pytest.mark.parametrize("chunk", [None, slow(FRAME)])
 def test_kernels_lower_under_vmap(chunk):
   case = Case(T=256, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
   x, rest = inputs(case)

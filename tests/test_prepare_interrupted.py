@@ -97,6 +97,7 @@ def start(*arguments):
   return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
 
 
+@pytest.mark.slow
 def test_killed_or_told_to_stop_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path):
   directory = write(tmp_path / "in", [prose(seed, 6000) for seed in range(40)])
   arguments = (directory, "--row_length=1024", "--heldout=0.1", "--train_bpe=400")

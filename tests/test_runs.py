@@ -107,7 +107,9 @@ def test_a_signal_while_stepping_saves_and_the_rest_is_the_same_run(whole, tmp_p
   running.assert_same_run(tmp_path / "run", whole[0])
 
 
-@pytest.mark.parametrize("phase", [pytest.param("compile", marks=pytest.mark.slow), "evaluate", "save"])
+@pytest.mark.parametrize(
+  "phase", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("compile", "evaluate")), "save"]
+)
 def test_a_signal_is_heard_while_compiling_evaluating_and_saving(tmp_path, phase):
   """Each phase is made long, and the signal sent when it has begun."""
   slow = {

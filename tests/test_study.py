@@ -290,6 +290,7 @@ def test_what_cannot_work_is_refused_in_one_line(flags, line, tmp_path, capsys):
   assert told.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_command_trains_evaluates_and_does_only_what_is_missing(tmp_path, tiny, monkeypatch, capsys):
   texts = write(tmp_path / "texts", [prose(seed, 200) for seed in range(8)])
   succeed(texts, f"--out={tmp_path / 'data'}", "--row_length=128", "--heldout=0.4", "--whole_rows")
