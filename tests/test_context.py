@@ -109,7 +109,8 @@ def test_one_shard_is_the_whole_sequence():
   assert_close(y, reference_results(x, rest, cotangents(CASE))["y"], 1e-5, "y")
 
 
-@pytest.mark.parametrize("form", [pytest.param("attention", marks=pytest.mark.slow), "chunked"])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["attention", "chunked"])
 def test_context_batch_and_heads_are_sharded_together(form):
   case = Case(T=32, power=4, groups=2, dv=6, rotation="fixed", segments="packed", entry="attention")
   assert_the_whole(case, form, mesh_of(data=2, context=2, model=2))

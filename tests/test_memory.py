@@ -47,6 +47,7 @@ def test_a_token_fades_when_the_gates_after_it_have_multiplied_up_to_1_over_e():
   np.testing.assert_allclose(memory.fading(np.full((1, 1, 9, 1), -4.0))[0, 0, :8], 0.25)
 
 
+@pytest.mark.slow
 def test_streamed_gates_are_those_of_one_pass_and_their_statistics_those_of_training(tmp_path):
   running.untrained(tmp_path / "run")
   run = open_run(tmp_path / "run", None)

@@ -89,10 +89,12 @@ def test_eight_devices_are_one_in_loss_and_gradients(sizes, changes):
   assert_same(found, gradients(dataclasses.replace(config, accumulation=1), None, segments))
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_add_up_to_it():
   assert_same(gradients(config_of(accumulation=4), None, True), gradients(config_of(), None, True))
 
 
+@pytest.mark.slow
 def test_a_loss_in_blocks_is_the_mean_over_all_targets(monkeypatch):
   config = config_of()
   program = Program(config, None)
@@ -241,6 +243,7 @@ def test_the_rate_follows_its_schedule(settings, wanted):
     np.testing.assert_allclose(schedule(step), rate, atol=1e-6, err_msg=f"step {step}")
 
 
+@pytest.mark.slow
 def test_adam_is_optaxs_and_weight_decay_leaves_norms_alone():
   plain = config_of(optimizer__learning_rate=1e-3, optimizer__clip_norm="none")
   adamw = dataclasses.replace(plain.optimizer, name="adamw", weight_decay=0.1)
