@@ -135,3 +135,8 @@ def _backward(power: int, x: Float[Array, "*lead d"], dphi: Float[Array, "*lead 
 
 
 _symmetric_power.defvjp(_forward, _backward)
+
+
+def symmetric(x: Float[Array, "B H d *dv d"]) -> Float[Array, "B H d *dv d"]:
+  """The symmetric part of products of two coordinates."""
+  return (x + jnp.swapaxes(x, 2, -1)) / 2

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import csympow
+from csympow import op
 from tests import reference
 
 FORMS = ("attention", "chunked", "recurrent")
@@ -309,3 +310,18 @@ def temporaries(function, *shapes, **options):
   """Bytes of temporaries that the compiled function needs; nothing runs."""
   compiled = quick_jit(functools.partial(function, **options)).lower(*shapes).compile()
   return compiled.memory_analysis().temp_size_in_bytes
+
+
+def by_kernels(case, form, settings):
+  """The op as `implementation="pallas"` runs it with these settings, wherever this is traced."""
+
+  def run(x, rest):
+    x = dict(x)
+    leaves = [x.pop(name) for name in STATE if name in x]
+    state = csympow.State(*leaves) if leaves else None
+    names = ("q", "k", "v", "log_gate", "beta", "rates", "segment_ids", "scale")
+    arguments = ((x | rest).get(name) for name in names)
+    y, state = op._attend(*arguments, state, form, "pallas", settings, case.entry != "attention")
+    return {"y": y} if state is None else {"y": y} | state._asdict()
+
+  return run

@@ -11,7 +11,6 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 import csympow
-from csympow import op
 from csympow.forms import near
 from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
@@ -131,17 +130,7 @@ def attend(case, interpret=None, chunk=None):
   """The op as `implementation="pallas"` runs it, wherever this is traced; the chunked form if `chunk` is given."""
   form = "attention" if chunk is None else "chunked"
   settings = Settings(case.power, chunk or -(-case.T // FRAME) * FRAME, TILE, 64, "high", interpret=interpret)
-
-  def run(x, rest):
-    x = dict(x)
-    leaves = [x.pop(name) for name in comparing.STATE if name in x]
-    state = csympow.State(*leaves) if leaves else None
-    names = ("q", "k", "v", "log_gate", "beta", "rates", "segment_ids", "scale")
-    arguments = ((x | rest).get(name) for name in names)
-    y, state = op._attend(*arguments, state, form, "pallas", settings, case.entry != "attention")
-    return {"y": y} if state is None else {"y": y} | state._asdict()
-
-  return run
+  return comparing.by_kernels(case, form, settings)
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)

@@ -10,7 +10,6 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 import csympow
-from csympow import op
 from csympow.forms.spans import Settings
 from kernels_pallas.tpu import pairs
 from kernels_pallas.tpu.pairs import block_size
@@ -55,17 +54,7 @@ def attend(case, interpret=None):
   """The op as `implementation="pallas"` runs it on a TPU, wherever this is traced."""
   size = case.chunk_size or -(-case.T // block_size(case.T)) * block_size(case.T)
   settings = Settings(case.power, size, LANES, LANES, "high", chip="tpu", interpret=interpret)
-
-  def run(x, rest):
-    x = dict(x)
-    leaves = [x.pop(name) for name in comparing.STATE if name in x]
-    state = csympow.State(*leaves) if leaves else None
-    names = ("q", "k", "v", "log_gate", "beta", "rates", "segment_ids", "scale")
-    arguments = ((x | rest).get(name) for name in names)
-    y, state = op._attend(*arguments, state, form_of(case), "pallas", settings, case.entry != "attention")
-    return {"y": y} if state is None else {"y": y} | state._asdict()
-
-  return run
+  return comparing.by_kernels(case, form_of(case), settings)
 
 
 @pytest.fixture

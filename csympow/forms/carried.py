@@ -14,15 +14,13 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from csympow.features import pairs
-from csympow.forms import near, near_tpu
-from csympow.forms.fused_chunked import anchored, symmetric
+from csympow.features import pairs, symmetric
+from csympow.forms import anchors, near, near_tpu
 from csympow.forms.memory import Memory
 from csympow.forms.near_tpu import time_first, vectors
 from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
 from kernels_pallas.tpu import chunked_backward, chunked_forward
-from kernels_pallas.tpu.chunked_forward import SMALLEST
 from kernels_pallas.tpu.shifts import Chunks, State, on_chip
 
 _STRETCHES = 8  # into which time is cut for the sums that gradients must come to, at most
@@ -73,7 +71,7 @@ def _forward(
   G = lax.optimization_barrier(prefix_sum(tokens.log_gate))
   chunks, *exponents = near_tpu.chunks(tokens, G, settings.chunk)
   scales = _Scales(*exponents)
-  scale = _scale(scales)
+  scale = near.state_scale(scales.top)
   if initial is not None:
     initial = State(initial.S / scale, initial.Z / scale)
   forward = functools.partial(chunked_forward.forward, return_final=return_final)
@@ -91,7 +89,7 @@ def _backward(
   cotangents: tuple[Float[Array, "B T H g dv"], State | None],
 ) -> tuple[near.Tokens, State | None]:
   del return_final
-  (dy, dfinal), x, scale = cotangents, saved.chunks, _scale(saved.scales)
+  (dy, dfinal), x, scale = cotangents, saved.chunks, near.state_scale(saved.scales.top)
   rows = _rows(saved, dy)
   weight = _weights(x.k.shape[2])
   if dfinal is not None:
@@ -107,23 +105,15 @@ def _backward(
   dq, dk = time_first(inside.q + q_far) / 2, time_first(inside.k[:, :, None]) / 2  # without the factor p
   dv = time_first(inside.v[:, :, None])[..., 0, :]
   ends = _joined(saved, found, dfound, dfinal, dinitial)
-  pulls, pulled = near.pulls_of(*vectors(x), dq, dk, saved.rotation, power=2), _pulled(ends, weight)
-  dlog_gate = prefix_sum(anchored(pulls.G, -pulled), reverse=True).hi + pulled[:, -1:]
-  drotation = None
-  if (rotation := saved.rotation) is not None and pulls.total is not None:
-    turned = _turned(ends, x.k.shape[2])
-    drotation = near.Rotation(
-      turns=anchored(pulls.turns, turned),
-      total=anchored(pulls.total, jnp.sum(turned * rotation.rates, axis=-1) / (2 * jnp.pi)),
-      rates=jnp.zeros_like(rotation.rates),
-    )
+  pulls = near.pulls_of(*vectors(x), dq, dk, saved.rotation, power=2)
+  turned = None if saved.rotation is None else _turned(ends, x.k.shape[2])
+  dlog_gate, drotation = anchors.cotangents(pulls, anchors.Ends(_pulled(ends, weight), turned), saved.rotation)
 
   dq = 2 * dq * near.power_of_two(-saved.scales.q)
   dk = 2 * dk[..., 0, :] * near.power_of_two(-saved.scales.top)[:, None]
   dtokens = near.Tokens(dq, dk, dv, dlog_gate, drotation)
-  if saved.initial is None:
-    return near.before_rotation(dtokens, rotation, dtype), None
-  return near.before_rotation(dtokens, rotation, jnp.float32), State(dinitial.S * weight / scale, dinitial.Z / scale)
+  dinitial = None if saved.initial is None else State(dinitial.S * weight / scale, dinitial.Z / scale)
+  return near.before_rotation(dtokens, saved.rotation, dtype if dinitial is None else jnp.float32), dinitial
 
 
 _attend.defvjp(_forward, _backward)
@@ -131,8 +121,7 @@ _attend.defvjp(_forward, _backward)
 
 def _rows(saved: _Saved, dy: Float[Array, "B T H g dv"]) -> chunked_backward.Rows:
   y, normaliser, heard = saved.y
-  found = ~(normaliser <= SMALLEST)  # NaN is no empty row
-  inverse = jnp.where(found, 1 / jnp.where(found, normaliser, 1.0), 0.0)
+  inverse = near.inverse(normaliser)
   rounded = near.rounded(jnp.moveaxis(dy, 1, -1), near.BFLOAT16)
   return chunked_backward.Rows(
     dy=rounded.astype(jnp.bfloat16),
@@ -142,42 +131,37 @@ def _rows(saved: _Saved, dy: Float[Array, "B T H g dv"]) -> chunked_backward.Row
   )
 
 
-def _scale(x: _Scales) -> Float[Array, "B H 1 1"]:
-  """What the kernels' states were divided by: a number, whatever the keys are."""
-  return near.power_of_two(jnp.clip(2 * x.top, -126, 126))[..., None]
-
-
-class _Ends(NamedTuple):
+class _Joined(NamedTuple):
   """Before the first stretch of time, between two, and after the last: the state and its cotangent."""
 
   state: State  # B H ends ...
   dstate: State
 
 
-def _joined(saved: _Saved, found: State, dfound: State, dfinal: State | None, dinitial: State) -> _Ends:
+def _joined(saved: _Saved, found: State, dfound: State, dfinal: State | None, dinitial: State) -> _Joined:
   def ends(first: State, between: State, last: State | None) -> State:
     none = jax.tree.map(jnp.zeros_like, first)
     parts = zip(first, between, none if last is None else last, strict=True)
     return State(*(jnp.concatenate([a[:, :, None], b, c[:, :, None]], axis=2) for a, b, c in parts))
 
   first = State(*(x[:, :, 0] for x in found))
-  return _Ends(
+  return _Joined(
     ends(first, State(*(x[:, :, 1:] for x in found)), saved.final),
     ends(dinitial, State(*(x[:, :, :-1] for x in dfound)), dfinal),
   )
 
 
-def _pulled(x: _Ends, weight: Float[Array, "D 1"]) -> Float[Array, "B ends H"]:
+def _pulled(x: _Joined, weight: Float[Array, "D 1"]) -> Float[Array, "B ends H"]:
   """How strongly all gates on one side of a state are pulled: the inner product with its cotangent."""
   pulls = jnp.sum(x.state.S * x.dstate.S * weight, axis=(-2, -1)) + jnp.sum(x.state.Z * x.dstate.Z, axis=(-2, -1))
   return jnp.moveaxis(pulls, 1, 2)
 
 
-def _turned(x: _Ends, head_dim: int) -> Float[Array, "B ends H r"]:
+def _turned(x: _Joined, head_dim: int) -> Float[Array, "B ends H r"]:
   """The same inner product with the state rotated by the turns of each pair of coordinates."""
   place = _place(head_dim)
 
-  def at_one(x: _Ends) -> Float[Array, "B H r"]:
+  def at_one(x: _Joined) -> Float[Array, "B H r"]:
     def turned(a: Array, b: Array) -> Float[Array, "B H r"]:
       return jnp.sum(a[:, :, 0::2] * b[:, :, 1::2] - a[:, :, 1::2] * b[:, :, 0::2], axis=tuple(range(3, a.ndim)))
 

@@ -17,13 +17,14 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float
 
-from csympow.features import pairs
-from csympow.forms import near
+from csympow.features import pairs, symmetric
+from csympow.forms import anchors, near
+from csympow.forms.anchors import Ends
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import attention_forward, gram, state_read, state_write
-from kernels_pallas.gpu.tiles import SMALLEST, STATE_WIDTH
+from kernels_pallas.gpu.tiles import STATE_WIDTH
 
 
 class Full(NamedTuple):
@@ -96,7 +97,7 @@ def _forward(
   q, _, _, log_gate, rotation = tokens
   G = lax.optimization_barrier(prefix_sum(log_gate))
   x = near.operands(tokens, G, power, settings.chunk)
-  scale = _scale(x)
+  scale = near.state_scale(x.top)
   if initial is not None:
     initial = Full(initial.S / scale[..., None], initial.Z / scale)
   f = _folded(x, G, settings.chunk)
@@ -126,7 +127,7 @@ def _backward(
   given = near.cotangents(saved.y, dy)
   inside = near.backward(x, given, settings.power, interpret)
   f = _folded(x, saved.G, settings.chunk)
-  scale = _scale(x)
+  scale = near.state_scale(x.top)
   if dfinal is not None:
     dfinal = Full(symmetric(dfinal.S) * scale[..., None], symmetric(dfinal.Z) * scale)
 
@@ -157,18 +158,10 @@ def _backward(
   assert dS.inner is not None
   ends = _at_ends(saved, dS.inner, dZ, dfinal, Full(dS.final, dinitial_Z))
   pulls = near.pulls(x, dq, dk, saved.rotation, settings.power)
-  dlog_gate = prefix_sum(anchored(pulls.G, -ends.pulled), reverse=True).hi + ends.pulled[:, -1:]
-  drotation = None
-  if (rotation := saved.rotation) is not None and pulls.total is not None:
-    drotation = near.Rotation(
-      turns=anchored(pulls.turns, ends.turned),
-      total=anchored(pulls.total, jnp.sum(ends.turned * rotation.rates, axis=-1) / (2 * jnp.pi)),
-      rates=jnp.zeros_like(rotation.rates),
-    )
-
+  dlog_gate, drotation = anchors.cotangents(pulls, ends, saved.rotation)
   dinitial = None if saved.initial is None else Full(dS.final / scale[..., None], dinitial_Z / scale)
   dtokens = near.Tokens(*near.unscaled(x, dq, dk, settings.power), dv.astype(jnp.float32), dlog_gate, drotation)
-  return near.before_rotation(dtokens, rotation, dtype if saved.initial is None else jnp.float32), dinitial
+  return near.before_rotation(dtokens, saved.rotation, dtype if saved.initial is None else jnp.float32), dinitial
 
 
 _attend.defvjp(_forward, _backward)
@@ -195,11 +188,6 @@ def _folded(x: near.Operands, G: Total, chunk: int) -> _Folded:
     since_start=jnp.repeat(by_head(jnp.exp(G - before)), group, axis=1),
     across=jnp.moveaxis(jnp.exp(end - before)[:, :, 0], 1, 2),
   )
-
-
-def _scale(x: near.Operands) -> Float[Array, "B H 1 1"]:
-  """What the kernels' Z was divided by: a number, whatever the keys are."""
-  return near.power_of_two(jnp.clip(2 * x.top, -126, 126))[..., None]
 
 
 def _pieces(Z: Float[Array, "B H n d d"]) -> BFloat16[Array, "B H n pieces d d"]:
@@ -232,20 +220,13 @@ def _scan(
   return found[:, :, ::-1] if reverse else found, final
 
 
-class _Ends(NamedTuple):
-  """How strongly the state between two chunks, before the first and after the last is pulled, and turned."""
-
-  pulled: Float[Array, "B ends H"]
-  turned: Float[Array, "B ends H r"]
-
-
 def _at_ends(
   saved: _Saved,
   inner: Float[Array, "B H n d 2 dv"],
   dZ: Float[Array, "B H n d d"],
   dfinal: Full | None,
   dinitial: Full,
-) -> _Ends:
+) -> Ends:
   """Inner products of the state and its cotangent, which all gates before it and after it share; and of the two with
   one rotated by a quarter turn of each pair of coordinates.
   """
@@ -264,26 +245,7 @@ def _at_ends(
   first, last = of_one(saved.initial, dinitial), of_one(saved.final, dfinal)
   ends = jnp.moveaxis(jnp.concatenate([first, found, last], axis=2), 1, 2)
   even, odd = (ends[..., n::2, 1] for n in range(2))
-  return _Ends(jnp.sum(ends[..., 0], axis=-1), 4 * jnp.pi * (odd - even))
-
-
-def anchored(
-  parts: tuple[Float[Array, "B T H *r"], ...], ends: Float[Array, "B ends H *r"]
-) -> Float[Array, "B T H *r"]:
-  """The sum of the parts, such that over a chunk it is the difference of the `ends`.
-
-  Sums over many chunks then keep no rounding but that of their last. What is missing is shared out as errors are likely
-  to be: in proportion to the square of what was added.
-  """
-  parts = tuple(x.reshape(x.shape[0], ends.shape[1] - 1, -1, *x.shape[2:]) for x in parts)
-  x = sum(parts[1:], parts[0])
-  largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(part), axis=2, keepdims=True) for part in parts))
-  share = sum((part / jnp.maximum(largest, SMALLEST)) ** 2 for part in parts)
-  if x.ndim == 5:  # alike for all of a token's pairs of coordinates: the sum of one can be small by chance
-    share = jnp.mean(share, axis=-1, keepdims=True)
-  missing = (ends[:, 1:] - ends[:, :-1]) - jnp.sum(x, axis=2)
-  x = x + missing[:, :, None] * share / jnp.maximum(jnp.sum(share, axis=2, keepdims=True), SMALLEST)
-  return x.reshape(x.shape[0], -1, *x.shape[3:])
+  return Ends(jnp.sum(ends[..., 0], axis=-1), 4 * jnp.pi * (odd - even))
 
 
 def _full(memory: Memory, head_dim: int) -> Full:
@@ -306,11 +268,6 @@ def _features(full: Full, head_dim: int, value_dim: int) -> Memory:
     return x[:, :, first, second] * weight.astype(x.dtype)[:, None]
 
   return Memory(features(jnp.swapaxes(full.S, -1, -2))[..., :value_dim], features(full.Z[..., None]))
-
-
-def symmetric(x: Float[Array, "B H d *dv d"]) -> Float[Array, "B H d *dv d"]:
-  """The symmetric part."""
-  return (x + jnp.swapaxes(x, 2, -1)) / 2
 
 
 def _widened(x: Float[Array, "*lead d"], width: int) -> Float[Array, "*lead width"]:

@@ -14,7 +14,8 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 from csympow.prefix import Total
 from csympow.rotation import rotate
 from kernels_pallas.gpu import attention_backward, attention_forward
-from kernels_pallas.gpu.tiles import FRAME, LOG2E, SMALLEST
+from kernels_pallas.gpu.tiles import FRAME
+from kernels_pallas.weights import LOG2E, SMALLEST
 
 FLOAT16, BFLOAT16 = (5, 10), (8, 7)  # bits of exponent and mantissa
 _LEAST, _LARGEST = -125, 128  # the exponents of 0 and of the largest number
@@ -166,14 +167,22 @@ class Cotangents(NamedTuple):
 
 def cotangents(y: attention_forward.Outputs, dy: Float[Array, "B T H g dv"]) -> Cotangents:
   """From queries' outputs and normalisers."""
-  normaliser = y.normaliser
   exact = y.high.astype(jnp.float32) + (0.0 if y.low is None else y.low.astype(jnp.float32))
-  found = ~(normaliser <= SMALLEST)  # NaN is no empty row
-  inverse = jnp.where(found, 1 / jnp.where(found, normaliser, 1.0), 0.0)
   dy = dy.reshape(exact.shape)
   rounded_dy = dy if dy.dtype == jnp.bfloat16 else rounded(dy, BFLOAT16)
   delta = jnp.moveaxis(jnp.sum(rounded_dy * exact, axis=-1), 1, 2)
-  return Cotangents(rounded_dy.astype(jnp.bfloat16), delta, inverse)
+  return Cotangents(rounded_dy.astype(jnp.bfloat16), delta, inverse(y.normaliser))
+
+
+def inverse(normaliser: Float[Array, "..."]) -> Float[Array, "..."]:
+  """1 / normaliser, and 0 for an empty row."""
+  found = ~(normaliser <= SMALLEST)  # NaN is no empty row
+  return jnp.where(found, 1 / jnp.where(found, normaliser, 1.0), 0.0)
+
+
+def state_scale(top: Int[Array, "B H"]) -> Float[Array, "B H 1 1"]:
+  """What the kernels' states were divided by, where the longest key was by 2 to `top`: a number, whatever the keys."""
+  return power_of_two(jnp.clip(2 * top, -126, 126))[..., None]
 
 
 def backward(x: Operands, given: Cotangents, power: int, interpret: Any) -> attention_backward.Gradients:

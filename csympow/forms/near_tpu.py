@@ -13,9 +13,9 @@ from csympow.forms import near
 from csympow.prefix import Total
 from kernels_pallas.gpu.attention_backward import Gradients
 from kernels_pallas.gpu.attention_forward import Outputs
-from kernels_pallas.gpu.tiles import LOG2E
 from kernels_pallas.tpu import attention_backward, attention_forward, pairs
 from kernels_pallas.tpu.shifts import Chunks, on_chip
+from kernels_pallas.weights import LOG2E
 
 
 class Operands(NamedTuple):

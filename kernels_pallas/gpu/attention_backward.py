@@ -29,7 +29,6 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 from kernels_pallas.gpu.attention_forward import Keys
 from kernels_pallas.gpu.tiles import (
   FRAME,
-  LOG2E,
   ROWS,
   TILE,
   WGMMA,
@@ -38,10 +37,10 @@ from kernels_pallas.gpu.tiles import (
   index,
   place_in_grid,
   shared,
-  slope,
   varying_as,
   wait_if,
 )
+from kernels_pallas.weights import LOG2E, slope
 
 _UNITS = TILE // ROWS  # queries are loaded by units of 64
 

@@ -28,18 +28,17 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 from kernels_pallas.gpu.tiles import (
   FRAME,
   ROWS,
-  SMALLEST,
   TILE,
   WGMMA,
   across,
   down,
-  even_power,
   index,
   place_in_grid,
   shared,
   varying_as,
   wait_if,
 )
+from kernels_pallas.weights import SMALLEST, even_power
 
 
 class Keys(NamedTuple):

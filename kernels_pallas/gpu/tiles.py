@@ -21,8 +21,6 @@ FRAME = 256  # tokens whose keys are discounted to a common end; time is padded 
 STATE_WIDTH = 64  # of heads in states; narrower ones are filled up with zeros
 MULTIPROCESSORS = 132  # of an H100 or H200
 WGMMA = plgpu.Layout.WGMMA
-LOG2E = 1.4426950408889634
-SMALLEST = 1e-30  # a normaliser at or below this counts as 0
 
 
 def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> Any:
@@ -73,25 +71,6 @@ def down(x: Float[Array, "rows"], shape: tuple[int, ...]) -> Float[Array, "rows 
 def index(shape: tuple[int, int], axis: int, start: Int[Array, ""]) -> Int[Array, "rows columns"]:
   """The token of each row or column of a tile that starts at `start`."""
   return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + start
-
-
-def even_power(s: Float[Array, "rows columns"], power: int) -> Float[Array, "rows columns"]:
-  """S ** power by multiplications."""
-  square = s * s
-  result = square
-  for _ in range(power // 2 - 1):
-    result = result * square
-  return result
-
-
-def slope(
-  s: Float[Array, "rows columns"], scale: Float[Array, "rows columns"], power: int
-) -> Float[Array, "rows columns"]:
-  """Scale * s ** (power - 1)."""
-  result = scale * s
-  for _ in range(power // 2 - 1):
-    result = result * (s * s)
-  return result
 
 
 def accumulate(add: Callable[..., None], initial: tuple[Array, ...], interpret: Any) -> tuple[Array, ...]:

@@ -17,8 +17,7 @@ from jaxtyping import Array, BFloat16, Float
 
 from kernels_pallas.tpu import pairs, shifts
 from kernels_pallas.tpu.shifts import LANES, NT, Chunks, dot, tile
-
-_LOG2E = 1.4426950408889634
+from kernels_pallas.weights import LOG2E, slope
 
 
 class Rows(NamedTuple):
@@ -134,7 +133,7 @@ def _for_pairs(inputs, i, j, power, add):
     between = (ends_ref[0, 0, 0, before] - ends_ref[0, 0, 0, j]) + (ends_ref[0, 0, 1, before] - ends_ref[0, 0, 1, j])
 
     def rows_of(t):
-      return inverse_ref[0, 0, 0, :, tile(t)] * jnp.exp2(gate_ref[0, 0, :, tile(t)] + between * _LOG2E)
+      return inverse_ref[0, 0, 0, :, tile(t)] * jnp.exp2(gate_ref[0, 0, :, tile(t)] + between * LOG2E)
 
     for pair in _pairs(inputs, power, rows_of, lambda t, keys: shifts.column(until_ref[0, 0, :, keys])):
       add(pair)
@@ -158,7 +157,7 @@ def _pairs(inputs, power, rows_of, discount) -> Iterator[_Pair]:
       if (discounts := discount(t, keys)) is None:
         continue
       scores = dot(pairs.tokens_down(k_ref[0, 0, :, keys]), q)
-      slopes = pairs.slope(scores, discounts * rows, power)
+      slopes = slope(scores, discounts * rows, power)
       dweights = dot(pairs.tokens_down(v_ref[0, 0, :, keys]), dy) - delta
       yield _Pair(t, keys, (slopes * scores).astype(jnp.bfloat16), (slopes * dweights).astype(jnp.bfloat16))
 

@@ -13,8 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from kernels_pallas.tpu import pairs, shifts
-from kernels_pallas.tpu.chunked_forward import SMALLEST
 from kernels_pallas.tpu.shifts import LANES, Chunks, dot, tile
+from kernels_pallas.weights import SMALLEST, even_power
 
 
 class Outputs(NamedTuple):
@@ -52,7 +52,7 @@ def forward(x: Chunks, *, power: int, interpret: Any = None) -> Outputs:
         if (discounts := discount(keys)) is None:
           continue
         scores = dot(pairs.tokens_down(k_ref[0, 0, :, keys]), q)
-        weights = (pairs.even_power(scores, power) * discounts).astype(jnp.bfloat16)
+        weights = (even_power(scores, power) * discounts).astype(jnp.bfloat16)
         # Of the rounded weights, so that a row of one key gives that key's value exactly.
         normaliser += jnp.sum(weights.astype(jnp.float32), axis=0, keepdims=True)
         total += dot(values[:, keys], weights)

@@ -16,8 +16,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.tpu import shifts
 from kernels_pallas.tpu.shifts import LANES, NT, Carried, Chunks, Shifts, State, dot, tile
-
-SMALLEST = 1e-30  # a normaliser at or below this counts as 0
+from kernels_pallas.weights import SMALLEST
 
 
 class Outputs(NamedTuple):

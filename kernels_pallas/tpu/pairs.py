@@ -92,20 +92,3 @@ def within_block(
   if query + gate.shape[1] <= key:
     return None
   return discounts(gate, column(pulls), query - key)
-
-
-def even_power(s: Float[Array, "j i"], power: int) -> Float[Array, "j i"]:
-  """S ** power by multiplications."""
-  square = s * s
-  result = square
-  for _ in range(power // 2 - 1):
-    result = result * square
-  return result
-
-
-def slope(s: Float[Array, "j i"], scale: Float[Array, "..."], power: int) -> Float[Array, "j i"]:
-  """Scale * s ** (power - 1)."""
-  result = scale * s
-  for _ in range(power // 2 - 1):
-    result = result * (s * s)
-  return result

@@ -1,0 +1,57 @@
+"""Gradients of running totals, of gates and of a rotation, by kernels that carry a state from chunk to chunk.
+
+They are sums over time whose rounding adds up. Between two chunks the sum is also known another way, from the state and
+its cotangent, and what the sum over a chunk misses of the difference is shared out over its tokens.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from csympow.forms import near
+from csympow.prefix import prefix_sum
+from kernels_pallas.weights import SMALLEST
+
+
+class Ends(NamedTuple):
+  """How strongly the state between two chunks, before the first and after the last is pulled, and turned."""
+
+  pulled: Float[Array, "B ends H"]
+  turned: Float[Array, "B ends H r"] | None  # if there is a rotation
+
+
+def cotangents(
+  pulls: near.Pulls, ends: Ends, rotation: near.Rotation | None
+) -> tuple[Float[Array, "B T H"], near.Rotation | None]:
+  """Those of the log gates, and of the rotation."""
+  dlog_gate = prefix_sum(_anchored(pulls.G, -ends.pulled), reverse=True).hi + ends.pulled[:, -1:]
+  if rotation is None or ends.turned is None or pulls.total is None:
+    return dlog_gate, None
+  along = jnp.sum(ends.turned * rotation.rates, axis=-1) / (2 * jnp.pi)
+  drotation = near.Rotation(
+    turns=_anchored(pulls.turns, ends.turned),
+    total=_anchored(pulls.total, along),
+    rates=jnp.zeros_like(rotation.rates),
+  )
+  return dlog_gate, drotation
+
+
+def _anchored(
+  parts: tuple[Float[Array, "B T H *r"], ...], ends: Float[Array, "B ends H *r"]
+) -> Float[Array, "B T H *r"]:
+  """The sum of the parts, such that over a chunk it is the difference of the `ends`.
+
+  Sums over many chunks then keep no rounding but that of their last. What is missing is shared out as errors are likely
+  to be: in proportion to the square of what was added.
+  """
+  parts = tuple(x.reshape(x.shape[0], ends.shape[1] - 1, -1, *x.shape[2:]) for x in parts)
+  x = sum(parts[1:], parts[0])
+  largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(part), axis=2, keepdims=True) for part in parts))
+  share = sum((part / jnp.maximum(largest, SMALLEST)) ** 2 for part in parts)
+  if x.ndim == 5:  # alike for all of a token's pairs of coordinates: the sum of one can be small by chance
+    share = jnp.mean(share, axis=-1, keepdims=True)
+  missing = (ends[:, 1:] - ends[:, :-1]) - jnp.sum(x, axis=2)
+  x = x + missing[:, :, None] * share / jnp.maximum(jnp.sum(share, axis=2, keepdims=True), SMALLEST)
+  return x.reshape(x.shape[0], -1, *x.shape[3:])

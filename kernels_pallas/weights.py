@@ -1,0 +1,23 @@
+"""What the kernels of all chips share: powers of scores, and a few constants."""
+
+from jaxtyping import Array, Float
+
+LOG2E = 1.4426950408889634
+SMALLEST = 1e-30  # a normaliser at or below this counts as 0
+
+
+def even_power(s: Float[Array, "rows columns"], power: int) -> Float[Array, "rows columns"]:
+  """S ** power by multiplications."""
+  square = s * s
+  result = square
+  for _ in range(power // 2 - 1):
+    result = result * square
+  return result
+
+
+def slope(s: Float[Array, "rows columns"], scale: Float[Array, "..."], power: int) -> Float[Array, "rows columns"]:
+  """Scale * s ** (power - 1)."""
+  result = scale * s
+  for _ in range(power // 2 - 1):
+    result = result * (s * s)
+  return result
