@@ -203,8 +203,8 @@ def explain(
 class _Prepared(NamedTuple):
   """Inputs of the forms: rotated, queries of unit length, resets and padding written into gates and zeros.
 
-  For kernels queries and keys are still to be rotated, and without a state queries keep their length: the kernels
-  scale them.
+  For kernels queries and keys are still to be rotated and have 16 bits, and without a state queries keep their length:
+  the kernels scale them.
   """
 
   q: Float[Array, "B T H g d"]
@@ -241,11 +241,12 @@ def _prepare(
   if segment_ids is not None:
     valid, starts = find_runs(segment_ids)
     q, k, v = (jnp.where(valid[..., None, None], x, jnp.zeros_like(x)) for x in (q, k, v))
-  q = q.astype(jnp.float32).reshape(batch, time, heads, query_heads // heads, head_dim)
-  k = k.astype(jnp.float32)
+  if not for_kernels:
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+  q = q.reshape(batch, time, heads, query_heads // heads, head_dim)
 
   initial, remaining = phase if state is None else state.phase, None
-  phase = jnp.zeros_like(k[:, 0, :, : head_dim // 2]) if initial is None else initial
+  phase = jnp.zeros_like(k[:, 0, :, : head_dim // 2], jnp.float32) if initial is None else initial
   if rates is not None:
     if valid is not None:
       beta = jnp.where(valid[..., None], beta, 0.0)
@@ -255,17 +256,18 @@ def _prepare(
       turns, _ = rotation.phases(lax.stop_gradient(beta), rates, starts=starts, initial=initial)
       total, _ = rotation.phases(beta, 2 * jnp.pi + 0 * lax.stop_gradient(rates[:1]), starts=starts)
       turns, total = (jnp.broadcast_to(x, (batch, time, heads, x.shape[-1])) for x in (turns, total))
-      remaining = near.Rotation(turns, total[..., 0], lax.stop_gradient(rates))
+      factors = rotation.factors(beta, rates, (batch, time, heads), starts=starts, initial=initial)
+      remaining = near.Rotation(turns, total[..., 0], lax.stop_gradient(rates), factors)
     else:
       q, k = rotation.rotate(q, turns[..., None, :]), rotation.rotate(k, turns)
     phase = last + jnp.zeros_like(phase)
 
   if not for_kernels or state is not None:
-    q = _unit(q)
+    q = _unit(q.astype(jnp.float32))
   return _Prepared(
-    q=q if scale is None else q * jnp.where(scale == 0, 0.0, 1.0),  # the normalisation cancels all else
+    q=q if scale is None else q * jnp.where(scale == 0, 0.0, 1.0).astype(q.dtype),  # the normalisation cancels all else
     k=k,
-    v=v.astype(jnp.float32),
+    v=v,
     log_gate=effective_log_gate(log_gate, valid, starts),
     memory=None if state is None else Memory(state.S.astype(jnp.float32), state.Z.astype(jnp.float32)[..., None]),
     phase=phase,

@@ -7,7 +7,7 @@ product reduced modulo a turn. Phases are in turns, not radians, for then the re
 
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,35 @@ def phases(
   return turns, carried + (last - lax.stop_gradient(last))  # the value of one, the gradient of the other
 
 
+class Phases(NamedTuple):
+  """Those of every token, not yet multiplied out: start, where it counts, + total * cycles, modulo 1. Constants."""
+
+  total: Total  # of the betas of the run so far, B T H
+  cycles: Total  # turns per unit of beta, r
+  start: Float[Array, "B H r"] | None
+  kept: Float[Array, "B T H"] | None  # 1 where `start` counts, and 0 elsewhere
+
+
+def factors(
+  beta: Float[Array, "#B T #H"],
+  rates: Float[Array, "r"],
+  shape: tuple[int, int, int],
+  *,
+  starts: Bool[Array, "B T"] | None = None,
+  initial: Float[Array, "B H r"] | None = None,
+) -> Phases:
+  """What `phases` multiplies out, of B, T and H tokens and heads."""
+  beta, rates, initial = lax.stop_gradient((beta, rates, initial))
+  restarts = None if starts is None else starts[..., None]
+  if starts is not None:
+    beta = jnp.broadcast_to(beta, starts.shape + beta.shape[2:])
+  total = Total(*(jnp.broadcast_to(x, shape) for x in prefix_sum(beta, restarts)))
+  if initial is None:
+    return Phases(total, _cycles(rates), None, None)
+  kept = jnp.ones(shape) if restarts is None else jnp.broadcast_to(jnp.cumsum(restarts, axis=1) == 0, shape)
+  return Phases(total, _cycles(rates), initial, kept.astype(jnp.float32))
+
+
 _GRID = 2.0**24  # a float32 in [0, 1) holds every multiple of 1 / _GRID
 
 
@@ -128,7 +157,7 @@ def _turns_backward(saved: _Saved, cotangents: Total) -> tuple[Float[Array, "B T
 _turns.defvjp(_turns_forward, _turns_backward)
 
 
-def _halves(x: Float[Array, "..."]) -> Total:
+def halves(x: Float[Array, "..."]) -> Total:
   """X as a sum of two float32s of 12 significant bits: the product of two such halves is exact."""
   bits = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0xFFFFF000)
   hi = lax.bitcast_convert_type(bits, jnp.float32)
@@ -142,7 +171,7 @@ _PER_RADIAN_LO = np.float32(_PER_RADIAN - np.float64(_PER_RADIAN_HI))
 
 def _cycles(rates: Float[Array, "r"]) -> Total:
   """Rates / (2 pi), in turns per unit of beta, to 48 bits."""
-  x, y = _halves(rates), _halves(jnp.asarray(_PER_RADIAN_HI))
+  x, y = halves(rates), halves(jnp.asarray(_PER_RADIAN_HI))
   head = two_sum(x.hi * y.hi, x.hi * y.lo)
   whole = two_sum(head.hi, x.lo * y.hi)
   return two_sum(whole.hi, whole.lo + head.lo + x.lo * y.lo + rates * _PER_RADIAN_LO)
@@ -153,7 +182,7 @@ def _product_modulo_one(x: Total, y: Total) -> Total:
 
   Each product of halves is exact in float32, so its whole turns drop out without error, fused multiply-add or not.
   """
-  a, b = _halves(x.hi), _halves(y.hi)
+  a, b = halves(x.hi), halves(y.hi)
 
   def fraction(product: Float[Array, "..."]) -> Float[Array, "..."]:
     return product - jnp.round(product)

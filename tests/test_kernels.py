@@ -196,8 +196,7 @@ def test_rates_get_their_gradient(chunk):
 def test_heads_without_keys_and_keys_that_are_no_numbers_do_not_set_the_scale():
   k = jnp.ones((1, FRAME, 3, 32)).at[:, :, 1].set(0.0).at[:, 7, 2].set(jnp.nan)
   G = prefix_sum(jnp.zeros((1, FRAME, 3)))
-  x = near.operands(near.Tokens(k[:, :, :, None], k, k, G.hi, None), G, 2, FRAME)
-  np.testing.assert_array_equal(x.top, [[1, 0, 1]])
+  np.testing.assert_array_equal(near.exponents(near.Tokens(k[:, :, :, None], k, k, G.hi, None)).top, [[1, 0, 1]])
 
 
 ATTENTION, STATES = ("attention_forward", "attention_backward"), ("state_write", "state_read")
@@ -224,16 +223,17 @@ def gradients(case, chunk=None):
 def test_states_do_not_depend_on_how_coordinates_are_shared_out(monkeypatch, each):
   monkeypatch.setattr(state_write, "_coordinates", lambda *sizes: each)
   random = np.random.default_rng(0)
-  x, v = (jnp.asarray(random.normal(size=(1, 2, 64, 128)), jnp.bfloat16) for _ in range(2))
-  k, decay = jnp.asarray(random.normal(size=(1, 128, 2, 64)), jnp.bfloat16), jnp.full((1, 1, 2), 0.5)
+  x = jnp.asarray(random.normal(size=(1, 2, 64, 128)), jnp.bfloat16)
+  v, k = (jnp.asarray(random.normal(size=(1, 128, 2, 64)), jnp.bfloat16) for _ in range(2))
+  decay = jnp.full((1, 1, 2), 0.5)
   initial = jnp.asarray(random.normal(size=(1, 1, 64, 64, 64)), jnp.float32)
   states = state_write.write(x, v, k, decay, initial, interpret=plgpu.InterpretGPUParams())
   state = np.asarray(initial[0, 0], np.float64)
   for chunk in range(2):
     comparing.assert_close(states.found[0, 0, chunk], state, 5e-3, "found")
     tokens = slice(64 * chunk, 64 * chunk + 64)
-    added = (np.asarray(a, np.float64) for a in (x[0, :, :, tokens], v[0, :, :, tokens], k[0, tokens]))
-    state = 0.5 * state + np.einsum("hat,hvt,thw->avw", *added)
+    added = (np.asarray(a, np.float64) for a in (x[0, :, :, tokens], v[0, tokens], k[0, tokens]))
+    state = 0.5 * state + np.einsum("hat,thv,thw->avw", *added)
   comparing.assert_close(states.final[0, 0], state, 5e-3, "final")
 
   # Backwards, with the inner products of what is found between the two chunks.

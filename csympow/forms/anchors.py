@@ -30,12 +30,7 @@ def cotangents(
   if rotation is None or ends.turned is None or pulls.total is None:
     return dlog_gate, None
   along = jnp.sum(ends.turned * rotation.rates, axis=-1) / (2 * jnp.pi)
-  drotation = near.Rotation(
-    turns=_anchored(pulls.turns, ends.turned),
-    total=_anchored(pulls.total, along),
-    rates=jnp.zeros_like(rotation.rates),
-  )
-  return dlog_gate, drotation
+  return dlog_gate, near.cotangent(rotation, _anchored(pulls.turns, ends.turned), _anchored(pulls.total, along))
 
 
 def _anchored(

@@ -113,7 +113,8 @@ def _backward(
   dk = 2 * dk[..., 0, :] * near.power_of_two(-saved.scales.top)[:, None]
   dtokens = near.Tokens(dq, dk, dv, dlog_gate, drotation)
   dinitial = None if saved.initial is None else State(dinitial.S * weight / scale, dinitial.Z / scale)
-  return near.before_rotation(dtokens, saved.rotation, dtype if dinitial is None else jnp.float32), dinitial
+  dtypes = (dtype if dinitial is None else jnp.float32, dtype)
+  return near.before_rotation(dtokens, saved.rotation, dtypes), dinitial
 
 
 _attend.defvjp(_forward, _backward)

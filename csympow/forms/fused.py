@@ -57,7 +57,7 @@ def _forward(
   q, k, v, log_gate, rotation = tokens
   G = lax.optimization_barrier(prefix_sum(log_gate))
   kernels = _KERNELS[settings.chip]
-  x = kernels.operands(tokens, G, settings.power, settings.chunk)
+  x = kernels.operands(tokens, G, settings)
   stateful = memory is not None or return_memory
   high, low, normaliser = kernels.forward(
     x,
@@ -72,6 +72,7 @@ def _forward(
       None, x, rotation, None, None, attention_forward.Outputs(high, low, normaliser)
     )
 
+  q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
   sequence = Sequence(*near.rotated(q, k, rotation), v, G)
   inputs, decay = _span(sequence)
   if memory is not None:
@@ -101,22 +102,23 @@ def _backward(
   (dy, dfinal), x, power = cotangents, saved.operands, settings.power
   kernels = _KERNELS[settings.chip]
   inside = kernels.backward(x, near.cotangents(saved.y, dy), power, settings.interpret)
+  rotation, dv = saved.rotation, inside.v
+  if saved.sequence is None:
+    dq, dk, pulls = kernels.finished(x, inside.q, inside.k, rotation, (dtype, dtype), settings)
+    dlog_gate = prefix_sum(jnp.add(*pulls.G), reverse=True).hi
+    drotation = _by_turns(rotation, jnp.add(*pulls.turns), pulls.total)
+    return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), None
+
   dq, dk = kernels.unscaled(x, inside.q, inside.k, power)
-  dv = inside.v.astype(jnp.float32)
-  rotation = saved.rotation
   pulls = kernels.pulls(x, inside.q, inside.k, rotation, power)
   dG, dturns = jnp.add(*pulls.G), jnp.add(*pulls.turns)
-  if saved.sequence is None:
-    dtokens = near.Tokens(dq, dk, dv, prefix_sum(dG, reverse=True).hi, _by_turns(rotation, dturns, pulls.total))
-    return near.before_rotation(dtokens, rotation, dtype), None
-
   inputs, decay = _span(saved.sequence)
   gradients = attention.Gradients(
     q_far=jnp.zeros_like(inputs.q),
     q_near=heads_first(dq),
     k_far=jnp.zeros_like(inputs.k),
     k_near=heads_first(dk),
-    v=heads_first(dv),
+    v=heads_first(dv.astype(jnp.float32)),
     G_near=heads_first(dG[..., None]),
   )
   pull, dmemory = jnp.zeros_like(dG[:, 0]), None
@@ -135,7 +137,8 @@ def _backward(
   q, k = saved.sequence.q, saved.sequence.k[..., None, :]
   dturns += near.torque(q, time_first(gradients.q_far)) + near.torque(k, time_first(gradients.k_far)[..., None, :])
   dtokens = near.Tokens(*finish(inputs, gradients, pull, power), _by_turns(rotation, dturns))
-  return near.before_rotation(dtokens, rotation, jnp.float32), None if saved.memory is None else dmemory
+  dtypes = (dtype if saved.memory is None else jnp.float32, dtype)
+  return near.before_rotation(dtokens, rotation, dtypes), None if saved.memory is None else dmemory
 
 
 attend.defvjp(_forward, _backward)
@@ -150,7 +153,7 @@ def _by_turns(
   if rotation is None:
     return None
   dtotal = jnp.add(*parts) if parts else jnp.sum(dturns * rotation.rates, axis=-1) / (2 * jnp.pi)
-  return near.Rotation(dturns, dtotal, jnp.zeros_like(rotation.rates))
+  return near.cotangent(rotation, dturns, dtotal)
 
 
 def _span(x: Sequence) -> tuple[Inputs, gates.Decay]:

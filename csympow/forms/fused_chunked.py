@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float
 
@@ -24,6 +23,7 @@ from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import attention_forward, gram, state_read, state_write
+from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.tiles import STATE_WIDTH
 
 
@@ -34,17 +34,28 @@ class Full(NamedTuple):
   Z: Float[Array, "B H d d"]
 
 
-class _Folded(NamedTuple):
-  """What enters states and reads them, in the kernels' scale. `x` stand time last, and the keys' discounted."""
+class _Discounts(NamedTuple):
+  """What keys, and what is read of states, are multiplied by in the kernels' scale."""
 
-  q: BFloat16[Array, "B T Hq d"]
-  q_x: BFloat16[Array, "B Hq d T"]
-  k: BFloat16[Array, "B T H d"]
-  k_discounted: BFloat16[Array, "B T H d"]  # until the chunk ends
-  k_x: BFloat16[Array, "B H d T"]
-  k_scale: Float[Array, "B H T"]  # what keys of attention inside chunks were multiplied by
+  k_scale: Float[Array, "B H T"]  # to the keys of attention inside chunks
+  until_end: Float[Array, "B H T"]  # to the same
   since_start: Float[Array, "B Hq T"]
   across: Float[Array, "B H n"]
+
+
+class _Queries(NamedTuple):
+  """As they read states and enter the cotangents' states; `x` stands time last."""
+
+  q: BFloat16[Array, "B T Hq d"]
+  x: BFloat16[Array, "B Hq d T"]
+
+
+class _Keys(NamedTuple):
+  """As they enter states and read cotangents; `x`, time last, and `discounted` as its chunk's end sees them."""
+
+  k: BFloat16[Array, "B T H d"]
+  x: BFloat16[Array, "B H d T"]
+  discounted: BFloat16[Array, "B T H d"] | None = None
 
 
 class _Saved(NamedTuple):
@@ -96,17 +107,20 @@ def _forward(
   power, interpret = settings.power, settings.interpret
   q, _, _, log_gate, rotation = tokens
   G = lax.optimization_barrier(prefix_sum(log_gate))
-  x = near.operands(tokens, G, power, settings.chunk)
+  exponents = near.exponents(tokens)
+  discounts = _discounts(exponents, G, settings.chunk)
+  of_k = _of_keys(discounts)[:2]
+  x, q_copies, k_copies = near.operands_and_copies(tokens, G, exponents, _OF_QUERIES, of_k, settings)
+  queries, keys = _Queries(*q_copies), _Keys(*k_copies)
   scale = near.state_scale(x.top)
   if initial is not None:
     initial = Full(initial.S / scale[..., None], initial.Z / scale)
-  f = _folded(x, G, settings.chunk)
-  v_x = _time_last(x.v)
-  S = state_write.write(f.k_x, v_x, f.k, f.across, None if initial is None else initial.S, interpret=interpret)
-  added = gram.gram(f.k_x, f.k, None, *f.across.shape[1:], interpret=interpret)
-  Z, final_Z = _scan(added, f.across, None if initial is None else initial.Z)
+  across = discounts.across
+  S = state_write.write(keys.x, x.v, keys.k, across, None if initial is None else initial.S, interpret=interpret)
+  added = gram.gram(keys.x, keys.k, None, *across.shape[1:], interpret=interpret)
+  Z, final_Z = _scan(added, across, None if initial is None else initial.Z)
 
-  far = state_read.read(f.q_x, f.q, S.found, _pieces(Z), f.since_start, interpret=interpret)
+  far = state_read.read(queries.x, queries.q, S.found, _pieces(Z), discounts.since_start, interpret=interpret)
   carried = attention_forward.Carried(*far)
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, final_Z) if return_final else None
@@ -124,68 +138,68 @@ def _backward(
 ) -> tuple[near.Tokens, Full | None]:
   del return_final
   (dy, dfinal), x, interpret = cotangents, saved.operands, settings.interpret
+  discounts = _discounts(near.Exponents(x.q_exponent, x.exponent, x.top), saved.G, settings.chunk)
+  queries = _Queries(*copies(x.q, _OF_QUERIES, interpret=interpret))
+  keys = _Keys(*copies(x.keys.plain, _of_keys(discounts), interpret=interpret))
   given = near.cotangents(saved.y, dy)
-  inside = near.backward(x, given, settings.power, interpret)
-  f = _folded(x, saved.G, settings.chunk)
+  inside = near.backward(x, given, settings.power, interpret, queries.q)
   scale = near.state_scale(x.top)
   if dfinal is not None:
     dfinal = Full(symmetric(dfinal.S) * scale[..., None], symmetric(dfinal.Z) * scale)
 
   # Of what was read of the state, discounted: of the numerator, and of the normaliser.
-  inverse = jnp.where(saved.heard, given.inverse, 0.0) * f.since_start
-  dy = (given.dy * _laid_out(jnp.moveaxis(inverse, 1, 2))[..., None]).astype(jnp.bfloat16)
+  inverse = jnp.where(saved.heard, given.inverse, 0.0) * discounts.since_start
+  dy = (given.dy * jnp.moveaxis(inverse, 1, 2)[..., None]).astype(jnp.bfloat16)
   dnormaliser = -given.delta * inverse
 
+  across = discounts.across
   dS = state_write.write(
-    f.q_x,
-    _time_last(dy),
-    f.q,
-    f.across,
+    queries.x,
+    dy,
+    queries.q,
+    across,
     None if dfinal is None else dfinal.S,
     others=saved.found,
     reverse=True,
     interpret=interpret,
   )
-  added = gram.gram(f.q_x, f.q, dnormaliser, *f.across.shape[1:], interpret=interpret)
-  dZ, dinitial_Z = _scan(added, f.across, None if dfinal is None else dfinal.Z, reverse=True)
+  added = gram.gram(queries.x, queries.q, dnormaliser, *across.shape[1:], interpret=interpret)
+  dZ, dinitial_Z = _scan(added, across, None if dfinal is None else dfinal.Z, reverse=True)
 
   transposed = functools.partial(state_read.read_transposed, interpret=interpret)
-  dq = transposed(f.q_x, dy, saved.found, f.q, _pieces(saved.Z), inside.q, w_scale=dnormaliser)
+  dq = transposed(queries.x, dy, saved.found, queries.q, _pieces(saved.Z), inside.q, w_scale=dnormaliser)
   # With the very keys, discounted, that the states have, or queries' pulls and keys' would not cancel.
-  dk = transposed(f.k_x, x.v, dS.found, f.k_discounted, _pieces(dZ), inside.k, scale=f.k_scale)
-  dv = state_read.read_values(f.k_x, f.k, dS.found, inside.v, interpret=interpret)
+  assert keys.discounted is not None
+  dk = transposed(keys.x, x.v, dS.found, keys.discounted, _pieces(dZ), inside.k, scale=discounts.k_scale)
+  dv = state_read.read_values(keys.x, keys.k, dS.found, inside.v, interpret=interpret)
 
   assert dS.inner is not None
   ends = _at_ends(saved, dS.inner, dZ, dfinal, Full(dS.final, dinitial_Z))
-  pulls = near.pulls(x, dq, dk, saved.rotation, settings.power)
+  dtypes = (dtype if saved.initial is None else jnp.float32, dtype)
+  dq, dk, pulls = near.finished(x, dq, dk, saved.rotation, dtypes, settings)
   dlog_gate, drotation = anchors.cotangents(pulls, ends, saved.rotation)
   dinitial = None if saved.initial is None else Full(dS.final / scale[..., None], dinitial_Z / scale)
-  dtokens = near.Tokens(*near.unscaled(x, dq, dk, settings.power), dv.astype(jnp.float32), dlog_gate, drotation)
-  return near.before_rotation(dtokens, saved.rotation, dtype if saved.initial is None else jnp.float32), dinitial
+  return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), dinitial
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _folded(x: near.Operands, G: Total, chunk: int) -> _Folded:
-  group = x.q_exponent.shape[-1]
+_OF_QUERIES = (Copy(jnp.bfloat16), Copy(jnp.bfloat16, time_last=True))
+
+
+def _of_keys(discounts: _Discounts) -> tuple[Copy, Copy, Copy]:
+  discounted = Copy(jnp.bfloat16, discounts.k_scale * discounts.until_end)
+  return Copy(jnp.bfloat16, discounts.k_scale), discounted._replace(time_last=True), discounted
+
+
+def _discounts(exponents: near.Exponents, G: Total, chunk: int) -> _Discounts:
+  group = exponents.q.shape[-1]
   G, before, end = near.spans(G, chunk)
-
-  def by_head(x: Float[Array, "B *T H"]) -> Float[Array, "B H T"]:
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, x.shape[-1]), 1, 2)
-
-  k_scale = near.power_of_two(x.exponent - x.top[:, None])
-  until_end = jnp.exp(end - G).reshape(*k_scale.shape)
-  q, k = x.q.astype(jnp.bfloat16), x.keys.plain * k_scale
-  k_discounted = (k * until_end).astype(jnp.bfloat16)
-  return _Folded(
-    q=q,
-    q_x=_time_last(q),
-    k=k.astype(jnp.bfloat16),
-    k_discounted=k_discounted,
-    k_x=_time_last(k_discounted),
-    k_scale=by_head(k_scale[..., 0]),
-    since_start=jnp.repeat(by_head(jnp.exp(G - before)), group, axis=1),
+  return _Discounts(
+    k_scale=near.by_head(jnp.exp2((exponents.k - exponents.top[:, None]).astype(jnp.float32))),
+    until_end=near.by_head(jnp.exp(end - G)),
+    since_start=jnp.repeat(near.by_head(jnp.exp(G - before)), group, axis=1),
     across=jnp.moveaxis(jnp.exp(end - before)[:, :, 0], 1, 2),
   )
 
@@ -272,12 +286,3 @@ def _features(full: Full, head_dim: int, value_dim: int) -> Memory:
 
 def _widened(x: Float[Array, "*lead d"], width: int) -> Float[Array, "*lead width"]:
   return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))
-
-
-def _time_last(x: Float[Array, "B T H d"]) -> Float[Array, "B H d T"]:
-  return jnp.transpose(_laid_out(x), (0, 2, 3, 1))
-
-
-def _laid_out(x: Float[Array, "..."]) -> Float[Array, "..."]:
-  """X in its natural layout: XLA would rather hold all that leads to a transposed array transposed, in float32."""
-  return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

@@ -1,9 +1,10 @@
-"""What surrounds the attention kernels, in plain jax.numpy: operands that fit 16 bits on the way in, gradients out.
+"""What surrounds the attention kernels: operands that fit 16 bits on the way in, gradients on the way out.
 
 Queries are scaled by a power of two so that their largest coordinate is between 1/2 and 1, which the normalisation
 cancels, and so are keys, whose weights are scaled by the p-th power of that, relative to the longest key of the head.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,9 +12,12 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float16, Int
 
+from csympow.forms.spans import Settings, for_each
 from csympow.prefix import Total
-from csympow.rotation import rotate
-from kernels_pallas.gpu import attention_backward, attention_forward
+from csympow.rotation import Phases, halves, rotate
+from kernels_pallas.gpu import attention_backward, attention_forward, gradients
+from kernels_pallas.gpu.angles import Angles
+from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.tiles import FRAME
 from kernels_pallas.weights import LOG2E, SMALLEST
 
@@ -26,16 +30,18 @@ class Rotation(NamedTuple):
   """What queries and keys are to be rotated by: `turns`, which follow the total of the betas at these rates.
 
   The gradient of a beta is that of `total`, one number a token, of which nothing else is used; to it `turns` are
-  constants. Only rates and states that are differentiated ask for the gradient of `turns`.
+  constants. Only rates and states that are differentiated ask for the gradient of `turns`, and where kernels rotate
+  nothing asks for `turns`: they have `phases`.
   """
 
   turns: Float[Array, "B T H r"]
   total: Float[Array, "B T H"]
   rates: Float[Array, "r"]  # radians
+  phases: Phases
 
 
 class Tokens(NamedTuple):
-  """What a form by kernels is a function of, in float32."""
+  """What a form by kernels is a function of: 16 bits, but for gates, and queries that are scaled to go with a state."""
 
   q: Float[Array, "B T H g d"]
   k: Float[Array, "B T H d"]
@@ -82,31 +88,55 @@ def spans(G: Total, size: int) -> Spans:
   return Spans(G, Total(*(jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1) for x in end)), end)
 
 
-def operands(x: Tokens, G: Total, power: int, chunk: int) -> Operands:
+class Exponents(NamedTuple):
+  """Of queries, of keys, and of the longest key of each head: they are divided by 2 to these."""
+
+  q: Int[Array, "B T H g"]
+  k: Int[Array, "B T H"]
+  top: Int[Array, "B H"]
+
+
+def operands(x: Tokens, G: Total, settings: Settings) -> Operands:
   """Operands of attention inside chunks of whole frames."""
-  q, k, v, _, rotation = x
-  batch, time, heads, head_dim = k.shape
-  q_exponent, exponent, top = exponents(x)
-  log_scale = (power * (exponent - top[:, None])).astype(jnp.float32)
+  return operands_and_copies(x, G, exponents(x), (), (), settings)[0]
+
+
+def operands_and_copies(
+  x: Tokens, G: Total, exponents: Exponents, of_q: Sequence[Copy], of_k: Sequence[Copy], settings: Settings
+) -> tuple[Operands, list[Array], list[Array]]:
+  """The same, and further copies of scaled and rotated queries and keys."""
+  power = settings.power
+  batch, time, heads, head_dim = x.k.shape
+  log_scale = (power * (exponents.k - exponents.top[:, None])).astype(jnp.float32)
 
   def frames(x: Float[Array, "B T H"]) -> Float[Array, "B n t H"]:
     return x.reshape(batch, -1, FRAME, heads)
 
-  def by_head(x: Array) -> Array:
-    return jnp.moveaxis(x.reshape(batch, -1, heads), 1, 2)
-
   G, before, end = spans(G, FRAME)
   since_start, until_end = (G - before) * LOG2E, (end - G) * LOG2E
-  fold = jnp.exp2((until_end + frames(log_scale)) / power).reshape(batch, time, heads)
-  q, k = rotated(q * power_of_two(-q_exponent), k * power_of_two(-exponent), rotation)
-  q, k = rounded(q, FLOAT16), rounded(k, FLOAT16)
-  # Written once, in 16 bits: XLA would rather hold what several read in float32.
-  q, plain = lax.optimization_barrier((q.astype(jnp.float16), k.astype(jnp.float16)))
-  first, last = _visible(before, end, chunk // FRAME)
-  return Operands(
-    q=q.reshape(batch, time, -1, head_dim),
+  fold = by_head(jnp.exp2((until_end + frames(log_scale)) / power))
+  first, last = _visible(before, end, settings.chunk // FRAME)
+
+  def scaled(x: Array, exponent: Array, wanted: Sequence[Copy]) -> list[Array]:
+    scale: Array | None = jnp.exp2(-exponent.astype(jnp.float32))
+    if x.dtype == jnp.float32:
+      x, scale = (x * power_of_two(-exponent)).astype(jnp.float16), None
+    return copies(
+      x,
+      wanted,
+      scale=None if scale is None else by_head(scale),
+      angles=turned,
+      interpret=settings.interpret,
+    )
+
+  rows, turned = (batch, time, -1), angles(x.rotation)
+  q, *q_copies = scaled(x.q.reshape(*rows, head_dim), exponents.q.reshape(rows), [Copy(jnp.float16), *of_q])
+  wanted = [Copy(jnp.float16), Copy(jnp.float16, fold), *of_k]
+  plain, folded, *k_copies = scaled(x.k, exponents.k, wanted)
+  found = Operands(
+    q=q,
     keys=attention_forward.Keys(
-      folded=(plain * fold[..., None]).astype(jnp.float16),
+      folded=folded,
       plain=plain,
       gate=by_head(since_start),
       pull=by_head(since_start.reshape(batch, time, heads) - log_scale),
@@ -114,25 +144,48 @@ def operands(x: Tokens, G: Total, power: int, chunk: int) -> Operands:
       first=by_head(first),
     ),
     ends=attention_backward.Ends(
-      fold=by_head(fold),
+      fold=fold,
       total=jnp.stack([by_head(x[:, :, 0]) for x in end]),
       last=by_head(last),
     ),
-    v=v.astype(jnp.bfloat16),
-    q_exponent=q_exponent,
-    exponent=exponent,
-    top=top,
+    v=x.v.astype(jnp.bfloat16),
+    q_exponent=exponents.q,
+    exponent=exponents.k,
+    top=exponents.top,
+  )
+  return found, q_copies, k_copies
+
+
+def by_head(x: Array) -> Array:
+  """From B T H, or B n t H, to B H T."""
+  return jnp.moveaxis(x.reshape(x.shape[0], -1, x.shape[-1]), 1, 2)
+
+
+def angles(rotation: Rotation | None) -> Angles | None:
+  """What kernels rotate by."""
+  if rotation is None:
+    return None
+  total, cycles, start, kept = rotation.phases
+
+  def parts(x: Total) -> list[Array]:
+    return [*halves(x.hi), x.lo]
+
+  return Angles(
+    total=jnp.stack([by_head(x) for x in parts(total)], axis=2),
+    cycles=jnp.stack([jnp.repeat(x, 2) for x in parts(cycles)]),
+    start=None if start is None else jnp.repeat(start, 2, axis=-1),
+    kept=None if kept is None else by_head(kept),
   )
 
 
-def exponents(x: Tokens) -> tuple[Int[Array, "B T H g"], Int[Array, "B T H"], Int[Array, "B H"]]:
-  """Of queries, of keys, and of the longest key of each head."""
+def exponents(x: Tokens) -> Exponents:
+  """Such that the largest coordinate of each is between 1/2 and 1."""
   q_exponent, exponent = _exponent(x.q), _exponent(x.k)
   # Of no key there is no length, nor of one that is no number.
   top = jnp.max(jnp.where(exponent > _LARGEST, _LEAST, exponent), axis=1)
   room = 0 if x.rotation is None else 1  # a rotation can make a coordinate larger, though not twice as large
   q_exponent, top = (jnp.where(x == _LEAST, 0, x + room) for x in (q_exponent, top))
-  return q_exponent, exponent + room, top
+  return Exponents(q_exponent, exponent + room, top)
 
 
 def _visible(before: Total, end: Total, in_chunk: int) -> tuple[Int[Array, "B n H"], Int[Array, "B n H"]]:
@@ -185,12 +238,14 @@ def state_scale(top: Int[Array, "B H"]) -> Float[Array, "B H 1 1"]:
   return power_of_two(jnp.clip(2 * top, -126, 126))[..., None]
 
 
-def backward(x: Operands, given: Cotangents, power: int, interpret: Any) -> attention_backward.Gradients:
+def backward(
+  x: Operands, given: Cotangents, power: int, interpret: Any, rounded_q: BFloat16[Array, "B T Hq d"] | None = None
+) -> attention_backward.Gradients:
   """By pairs inside chunks; p times those of `q` and `k` are cotangents of scaled and rotated queries and keys."""
   group = x.q_exponent.shape[-1]
   rows = attention_backward.Rows(
     q=x.q,
-    rounded=rounded(x.q, BFLOAT16).astype(jnp.bfloat16),
+    rounded=rounded(x.q, BFLOAT16).astype(jnp.bfloat16) if rounded_q is None else rounded_q,
     dy=given.dy,
     inverse=given.inverse,
     discounted=given.inverse * jnp.exp2(jnp.repeat(x.keys.gate, group, axis=1)),
@@ -237,9 +292,20 @@ def padded(rotation: Rotation | None, more: int, width: int) -> Rotation | None:
   """A rotation of more tokens, and of heads of `width`, which does nothing to what was added."""
   if rotation is None:
     return None
-  rest = width // 2 - rotation.turns.shape[-1]
-  turns = jnp.pad(rotation.turns, ((0, 0), (0, more), (0, 0), (0, rest)))
-  return Rotation(turns, jnp.pad(rotation.total, ((0, 0), (0, more), (0, 0))), jnp.pad(rotation.rates, (0, rest)))
+  rest = (0, width // 2 - rotation.turns.shape[-1])
+  tokens = ((0, 0), (0, more), (0, 0))
+  total, cycles, start, kept = rotation.phases
+  return Rotation(
+    turns=jnp.pad(rotation.turns, (*tokens, rest)),
+    total=jnp.pad(rotation.total, tokens),
+    rates=jnp.pad(rotation.rates, (rest,)),
+    phases=Phases(
+      total=Total(*(jnp.pad(x, tokens) for x in total)),
+      cycles=Total(*(jnp.pad(x, (rest,)) for x in cycles)),
+      start=None if start is None else jnp.pad(start, ((0, 0), (0, 0), rest)),
+      kept=None if kept is None else jnp.pad(kept, tokens),
+    ),
+  )
 
 
 def rotated(
@@ -249,16 +315,55 @@ def rotated(
   return (q, k) if rotation is None else (rotate(q, rotation.turns[..., None, :]), rotate(k, rotation.turns))
 
 
-def before_rotation(dtokens: Tokens, rotation: Rotation | None, dtype: DTypeLike) -> Tokens:
-  """From cotangents of rotated queries and keys those of what was rotated, with no more bits than `dtype`.
+def cotangent(rotation: Rotation, turns: Float[Array, "B T H r"], total: Float[Array, "B T H"]) -> Rotation:
+  """That of a rotation, of which all else is constant."""
+  return for_each(jnp.zeros_like, rotation)._replace(turns=turns, total=total)
 
-  A conversion to `dtype` follows anyway, and in this way XLA does it here.
-  """
+
+def before_rotation(dtokens: Tokens, rotation: Rotation | None, dtypes: tuple[DTypeLike, DTypeLike]) -> Tokens:
+  """From cotangents of rotated queries and keys those of what was rotated, of the queries' dtype and of all others'."""
+  q, k = unrotated(*dtokens[:2], rotation)
+  return dtokens._replace(q=q.astype(dtypes[0]), k=k.astype(dtypes[1]), v=dtokens.v.astype(dtypes[1]))
+
+
+def unrotated(
+  q: Float[Array, "B T H g d"], k: Float[Array, "B T H d"], rotation: Rotation | None
+) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
+  """The inverse of `rotated`."""
   if rotation is not None:  # its sines are computed again: to keep them until now would take memory
     rotation = rotation._replace(turns=-lax.optimization_barrier(rotation.turns))
-  q, k = rotated(*dtokens[:2], rotation)
-  q, k = (x.astype(dtype).astype(jnp.float32) for x in (q, k))
-  return dtokens._replace(q=q, k=k)
+  return rotated(q, k, rotation)
+
+
+def finished(
+  x: Operands,
+  dq: Float[Array, "B T Hq d"],
+  dk: Float[Array, "B T H d"],
+  rotation: Rotation | None,
+  dtypes: tuple[DTypeLike, DTypeLike],
+  settings: Settings,
+) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"], Pulls]:
+  """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each."""
+  power, (batch, time, heads, group) = settings.power, x.q_exponent.shape
+  turned_by, speed = angles(rotation), None
+  if rotation is not None:
+    speed = jnp.repeat(power * rotation.rates, 2)
+
+  def back(x: Array, dx: Array, exponent: Array, dtype: DTypeLike) -> gradients.Gradients:
+    factor = power * jnp.exp2(-exponent.reshape(batch, time, -1).astype(jnp.float32))
+    how = {"angles": turned_by, "speed": speed, "interpret": settings.interpret}
+    return gradients.gradients(x, dx, by_head(factor), dtype, **how)
+
+  def of_token(x: Float[Array, "B Hq T"]) -> Float[Array, "B T H"]:
+    return jnp.sum(jnp.moveaxis(x, 1, 2).reshape(batch, time, heads, -1), axis=-1)
+
+  found_q, found_k = back(x.q, dq, x.q_exponent, dtypes[0]), back(x.keys.plain, dk, x.exponent, dtypes[1])
+  total = None
+  if found_q.turned is not None and found_k.turned is not None:
+    total = of_token(found_q.turned), of_token(found_k.turned)
+  by_pairs = pulls(x, dq, dk, rotation, power)
+  found = Pulls((of_token(found_q.pulled), -of_token(found_k.pulled)), by_pairs.turns, total)
+  return found_q.given.reshape(batch, time, heads, group, -1), found_k.given, found
 
 
 def torque(x: Float[Array, "*lead g d"], dx: Float[Array, "*lead g d"]) -> Float[Array, "*lead r"]:

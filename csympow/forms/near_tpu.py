@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from csympow.forms import near
+from csympow.forms.spans import Settings
 from csympow.prefix import Total
 from kernels_pallas.gpu.attention_backward import Gradients
 from kernels_pallas.gpu.attention_forward import Outputs
@@ -50,9 +51,9 @@ def chunks(x: near.Tokens, G: Total, size: int) -> tuple[Chunks, Int[Array, "B T
   )
 
 
-def operands(x: near.Tokens, G: Total, power: int, chunk: int) -> Operands:
+def operands(x: near.Tokens, G: Total, settings: Settings) -> Operands:
   """Operands of attention over whole blocks."""
-  del power, chunk
+  del settings
   block = pairs.block_size(x.k.shape[1])
   given, q_exponent, top = chunks(x, G, block)
   ends = jnp.stack([total[:, block - 1 :: block] for total in G], axis=1)
@@ -103,6 +104,20 @@ def unscaled(
   """From the gradients by kernels those of rotated queries and keys."""
   dq = dq.reshape(*x.q_exponent.shape, -1)
   return power * dq * near.power_of_two(-x.q_exponent), power * dk * near.power_of_two(-x.top)[:, None]
+
+
+def finished(
+  x: Operands,
+  dq: Float[Array, "B T Hq d"],
+  dk: Float[Array, "B T H d"],
+  rotation: near.Rotation | None,
+  dtypes: tuple[DTypeLike, DTypeLike],
+  settings: Settings,
+) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"], near.Pulls]:
+  """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each."""
+  pulled = pulls(x, dq, dk, rotation, settings.power)
+  dq, dk = near.unrotated(*unscaled(x, dq, dk, settings.power), rotation)
+  return dq.astype(dtypes[0]), dk.astype(dtypes[1]), pulled
 
 
 def vectors(x: Chunks) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H 1 d"]]:

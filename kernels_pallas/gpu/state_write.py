@@ -36,7 +36,7 @@ class States(NamedTuple):
 
 def write(
   x: BFloat16[Array, "B Hq d T"],
-  v: BFloat16[Array, "B Hq dv T"],
+  v: BFloat16[Array, "B T Hq dv"],
   k: BFloat16[Array, "B T Hq d"],
   decay: Float[Array, "B H n"],
   initial: Float[Array, "B H d dv d"] | None,
@@ -53,7 +53,7 @@ def write(
   assert others is None or reverse
   batch, all_heads, head_dim, time = x.shape
   heads, count = decay.shape[1:]
-  value_dim, group, blocks = v.shape[2], all_heads // heads, time // count // ROWS  # blocks of tokens in a chunk
+  value_dim, group, blocks = v.shape[3], all_heads // heads, time // count // ROWS  # blocks of tokens in a chunk
   each = _coordinates(batch * heads, head_dim)
   visits, slices = group * blocks, -(-head_dim // (2 * each))
   slots = 6 if others is None else 4
@@ -126,7 +126,7 @@ def write(
             visited = i * visits + n
             slot = lax.rem(visited, jnp.int32(slots))
             plgpu.barrier_wait(filled.at[slot])
-            values = plgpu.load(v_smem.at[slot], layout=WGMMA, optimized=False)
+            values = plgpu.load(v_smem.at[slot].transpose((1, 0)), layout=WGMMA)
             for m in range(each):
               along = plgpu.load(x_smem.at[slot, thread * each + m], layout=WGMMA.reduce(0), optimized=False)
               left = values * across(along, values.shape)
@@ -172,7 +172,7 @@ def write(
         wait_if(visited >= slots, freed.at[slot])
         rows = pl.ds(first, 2 * each)
         plgpu.copy_gmem_to_smem(x_ref.at[b, source, rows, at], x_smem.at[slot], filled.at[slot])
-        plgpu.copy_gmem_to_smem(v_ref.at[b, source, :, at], v_smem.at[slot], filled.at[slot])
+        plgpu.copy_gmem_to_smem(v_ref.at[b, at, source], v_smem.at[slot], filled.at[slot])
         plgpu.copy_gmem_to_smem(k_ref.at[b, at, source], k_smem.at[slot], filled.at[slot])
         return none
 
@@ -187,7 +187,7 @@ def write(
 
   scratch = [
     plgpu.SMEM((slots, 2 * each, ROWS), x.dtype),
-    shared((slots, value_dim, ROWS), v.dtype),
+    shared((slots, ROWS, value_dim), v.dtype),
     shared((slots, ROWS, head_dim), k.dtype),
     shared((2, each, value_dim, head_dim), k.dtype),
     plgpu.SMEM((1,), jnp.float32) if others is None else shared((2 * each, value_dim, head_dim), others.dtype),

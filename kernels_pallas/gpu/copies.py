@@ -1,0 +1,133 @@
+"""Vectors as the other kernels want them, on Hopper: read once, scaled and rotated, and written as often as is asked.
+
+x_i    = R(angle_i) scale_i given_i         rounded to float16
+copy_i = factor_i x_i                       in a type of its own, by token or time last
+
+warpgroups 0, 1   64 tokens each, a few coordinates after another
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from kernels_pallas.gpu.angles import WIDTH, Angles, quarter_turn, radians
+from kernels_pallas.gpu.tiles import ROWS, TILE, WGMMA, across, down, shared, varying_as
+
+
+class Copy(NamedTuple):
+  """One to be written."""
+
+  dtype: DTypeLike
+  factor: Float[Array, "B H T"] | None = None
+  time_last: bool = False
+
+
+class _Given(NamedTuple):
+  """What x may come with."""
+
+  factors: tuple[Any, ...]  # of the copies
+  scale: Any
+  angles: Any
+  quarter_turn: Any
+
+
+def copies(
+  x: Float[Array, "B T H d"],
+  wanted: Sequence[Copy],
+  *,
+  scale: Float[Array, "B H T"] | None = None,
+  angles: Angles | None = None,
+  interpret: Any = None,
+) -> list[Array]:
+  """Copies of a 16-bit x, B T H d or, time last, B H d T. Several of its heads may share those of the angles."""
+  batch, time, heads, head_dim = x.shape
+  group = 1 if angles is None else heads // angles.total.shape[1]
+  parts, shape, f32 = head_dim // WIDTH, (ROWS, WIDTH), jnp.float32
+  exact_already = scale is None and angles is None
+
+  def kernel(x_ref, *refs):
+    given = jax.tree.unflatten(structure, refs[: len(leaves)])
+    outputs, scratch = refs[len(leaves) : len(leaves) + len(wanted)], refs[len(leaves) + len(wanted) :]
+    x_smem, quarter_turn_smem, *out_smem, filled = scratch
+    b, head, tile, w = (lax.axis_index(name) for name in ("batch", "head", "tile", "thread"))
+    source, at = lax.div(head, jnp.int32(group)), pl.ds(tile * TILE + w * ROWS, ROWS)
+
+    def columns(part):
+      return pl.ds(part * WIDTH, WIDTH)
+
+    for part in range(parts):
+      plgpu.copy_gmem_to_smem(x_ref.at[b, at, head, columns(part)], x_smem.at[w, part], filled.at[w])
+    if angles is not None:
+      plgpu.copy_gmem_to_smem(given.quarter_turn, quarter_turn_smem.at[w], filled.at[w])
+
+    def by_token(ref):
+      return down(plgpu.load(ref.at[at], layout=WGMMA.reduce(1), optimized=False), shape)
+
+    plgpu.barrier_wait(filled.at[w])
+
+    def work(part, none):
+      def by_coordinate(ref):
+        return across(plgpu.load(ref.at[columns(part)], layout=WGMMA.reduce(0), optimized=False), shape)
+
+      def rotated(turned):
+        plgpu.wgmma(turned, x_smem.at[w, part], quarter_turn_smem.at[w])
+        angle = radians(given.angles, b, source, by_token, by_coordinate)
+        cos, sin = scaled(jnp.cos(angle)), scaled(jnp.sin(angle))
+        unturned = plgpu.load(x_smem.at[w, part], layout=WGMMA, optimized=False).astype(f32) * cos
+        plgpu.wgmma_wait(0)
+        return unturned + turned[...] * sin
+
+      def scaled(x):
+        return x if scale is None else x * by_token(given.scale.at[b, head])
+
+      if angles is None:
+        exact = scaled(plgpu.load(x_smem.at[w, part], layout=WGMMA, optimized=False).astype(f32))
+      else:
+        exact = pl.run_scoped(rotated, plgpu.ACC(shape, f32))
+      if not exact_already:
+        exact = exact.astype(jnp.float16).astype(f32)
+      for copy, factor, smem in zip(wanted, given.factors, out_smem, strict=True):
+        value = exact if factor is None else exact * by_token(factor.at[b, head])
+        target = smem.at[w, part].transpose((1, 0)) if copy.time_last else smem.at[w, part]
+        target[...] = value.astype(copy.dtype)
+      return none
+
+    lax.fori_loop(0, jnp.int32(parts), work, None)
+    plgpu.commit_smem()
+    for copy, smem, out in zip(wanted, out_smem, outputs, strict=True):
+      for part in range(parts):
+        to = out.at[b, head, columns(part), at] if copy.time_last else out.at[b, at, head, columns(part)]
+        plgpu.copy_smem_to_gmem(smem.at[w, part], to)
+    plgpu.wait_smem_to_gmem(0)
+
+  turning = None if angles is None else jnp.asarray(quarter_turn(), x.dtype)
+  arguments = _Given(tuple(copy.factor for copy in wanted), scale, angles, turning)
+  leaves, structure = jax.tree.flatten(arguments)
+  found = plgpu.kernel(
+    kernel,
+    out_type=[
+      jax.ShapeDtypeStruct((batch, heads, head_dim, time) if copy.time_last else x.shape, copy.dtype) for copy in wanted
+    ],
+    scratch_types=[
+      shared((2, parts, *shape), x.dtype),
+      plgpu.SMEM((1,), f32) if angles is None else shared((2, WIDTH, WIDTH), x.dtype),
+      *(shared((2, parts, *(shape[::-1] if copy.time_last else shape)), copy.dtype) for copy in wanted),
+      plgpu.Barrier(num_arrivals=parts + (angles is not None), num_barriers=2),
+    ],
+    grid=(batch, time // TILE, heads),
+    grid_names=("batch", "tile", "head"),
+    num_threads=2,
+    thread_name="thread",
+    compiler_params=plgpu.CompilerParams(approx_math=True),
+    interpret=interpret,
+    kernel_name="copies",
+  )(x, *leaves)
+  result: list[Array] = varying_as(x, found)
+  return result
