@@ -74,12 +74,12 @@ def phases(
 
 
 class Phases(NamedTuple):
-  """Those of every token, not yet multiplied out: start, where it counts, + total * cycles, modulo 1. Constants."""
+  """Those of every token, not yet multiplied out: total * cycles, modulo 1, and in the first run + start. Constants."""
 
   total: Total  # of the betas of the run so far, B T H
   cycles: Total  # turns per unit of beta, r
   start: Float[Array, "B H r"] | None
-  kept: Float[Array, "B T H"] | None  # 1 where `start` counts, and 0 elsewhere
+  run: Float[Array, "B T H"] | None  # how often a run has begun; None: never
 
 
 def factors(
@@ -96,10 +96,8 @@ def factors(
   if starts is not None:
     beta = jnp.broadcast_to(beta, starts.shape + beta.shape[2:])
   total = Total(*(jnp.broadcast_to(x, shape) for x in prefix_sum(beta, restarts)))
-  if initial is None:
-    return Phases(total, _cycles(rates), None, None)
-  kept = jnp.ones(shape) if restarts is None else jnp.broadcast_to(jnp.cumsum(restarts, axis=1) == 0, shape)
-  return Phases(total, _cycles(rates), initial, kept.astype(jnp.float32))
+  run = None if restarts is None else jnp.broadcast_to(jnp.cumsum(restarts, axis=1, dtype=jnp.float32), shape)
+  return Phases(total, _cycles(rates), initial, run)
 
 
 _GRID = 2.0**24  # a float32 in [0, 1) holds every multiple of 1 / _GRID
@@ -131,7 +129,7 @@ def _hashed(units: Float[Array, "B H r"]) -> Float[Array, "B H r"]:
 def _turns(beta: Float[Array, "B T H"], rates: Float[Array, "r"], restarts: Bool[Array, "B T 1"] | None) -> Total:
   """The phase turned through since the run's start, modulo 1, B T H r."""
   total = prefix_sum(beta, restarts)
-  return _product_modulo_one(Total(total.hi[..., None], total.lo[..., None]), _cycles(rates))
+  return product_modulo_one(Total(total.hi[..., None], total.lo[..., None]), _cycles(rates))
 
 
 type _Saved = tuple[Float[Array, "B T H"], Float[Array, "r"], Bool[Array, "B T 1"] | None]
@@ -177,7 +175,7 @@ def _cycles(rates: Float[Array, "r"]) -> Total:
   return two_sum(whole.hi, whole.lo + head.lo + x.lo * y.lo + rates * _PER_RADIAN_LO)
 
 
-def _product_modulo_one(x: Total, y: Total) -> Total:
+def product_modulo_one(x: Total, y: Total) -> Total:
   """X * y modulo 1, within (-2, 2).
 
   Each product of halves is exact in float32, so its whole turns drop out without error, fused multiply-add or not.

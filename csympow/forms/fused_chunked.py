@@ -140,7 +140,6 @@ def _backward(
   (dy, dfinal), x, interpret = cotangents, saved.operands, settings.interpret
   discounts = _discounts(near.Exponents(x.q_exponent, x.exponent, x.top), saved.G, settings.chunk)
   queries = _Queries(*copies(x.q, _OF_QUERIES, interpret=interpret))
-  keys = _Keys(*copies(x.keys.plain, _of_keys(discounts), interpret=interpret))
   given = near.cotangents(saved.y, dy)
   inside = near.backward(x, given, settings.power, interpret, queries.q)
   scale = near.state_scale(x.top)
@@ -163,6 +162,7 @@ def _backward(
     reverse=True,
     interpret=interpret,
   )
+  keys = _Keys(*copies(x.keys.plain, _of_keys(discounts), after=dS.final, interpret=interpret))
   added = gram.gram(queries.x, queries.q, dnormaliser, *across.shape[1:], interpret=interpret)
   dZ, dinitial_Z = _scan(added, across, None if dfinal is None else dfinal.Z, reverse=True)
 

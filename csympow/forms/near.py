@@ -14,11 +14,11 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from csympow.forms.spans import Settings, for_each
 from csympow.prefix import Total
-from csympow.rotation import Phases, halves, rotate
+from csympow.rotation import Phases, halves, product_modulo_one, rotate
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients
 from kernels_pallas.gpu.angles import Angles
 from kernels_pallas.gpu.copies import Copy, copies
-from kernels_pallas.gpu.tiles import FRAME
+from kernels_pallas.gpu.tiles import FRAME, ROWS
 from kernels_pallas.weights import LOG2E, SMALLEST
 
 FLOAT16, BFLOAT16 = (5, 10), (8, 7)  # bits of exponent and mantissa
@@ -165,17 +165,30 @@ def angles(rotation: Rotation | None) -> Angles | None:
   """What kernels rotate by."""
   if rotation is None:
     return None
-  total, cycles, start, kept = rotation.phases
-
-  def parts(x: Total) -> list[Array]:
-    return [*halves(x.hi), x.lo]
-
+  total, cycles, start, run = rotation.phases
+  total, first = _with_first(total)
+  turns = product_modulo_one(Total(*(x[:, :, 0, :, None] for x in first)), cycles).hi
+  same = None
+  if run is not None:
+    runs, first_run = _with_first(run)
+    same = (runs == first_run).astype(jnp.float32)
+    first = for_each(lambda x: x * same, first)
+  if start is not None:
+    counts = 1.0 if run is None else (first_run == 0)[:, :, 0, :, None]
+    turns = turns + counts * start[:, None]
+  whole, rest = halves(cycles.hi)
   return Angles(
-    total=jnp.stack([by_head(x) for x in parts(total)], axis=2),
-    cycles=jnp.stack([jnp.repeat(x, 2) for x in parts(cycles)]),
-    start=None if start is None else jnp.repeat(start, 2, axis=-1),
-    kept=None if kept is None else by_head(kept),
+    first=jnp.repeat(jnp.moveaxis(turns, 1, 2), 2, axis=-1),
+    since=jnp.stack([by_head(x) for x in halves(total - first)], axis=2),
+    cycles=jnp.repeat(jnp.stack([whole, rest + cycles.lo]), 2, axis=-1),
+    same=None if same is None else by_head(same),
   )
+
+
+def _with_first(x: Any) -> tuple[Any, Any]:
+  """By tiles of ROWS tokens, and of each tile the first: B n t H, B n 1 H."""
+  tiles = for_each(lambda a: a.reshape(a.shape[0], -1, ROWS, a.shape[-1]), x)
+  return tiles, for_each(lambda a: a[:, :, :1], tiles)
 
 
 def exponents(x: Tokens) -> Exponents:
@@ -294,7 +307,7 @@ def padded(rotation: Rotation | None, more: int, width: int) -> Rotation | None:
     return None
   rest = (0, width // 2 - rotation.turns.shape[-1])
   tokens = ((0, 0), (0, more), (0, 0))
-  total, cycles, start, kept = rotation.phases
+  total, cycles, start, run = rotation.phases
   return Rotation(
     turns=jnp.pad(rotation.turns, (*tokens, rest)),
     total=jnp.pad(rotation.total, tokens),
@@ -303,7 +316,7 @@ def padded(rotation: Rotation | None, more: int, width: int) -> Rotation | None:
       total=Total(*(jnp.pad(x, tokens) for x in total)),
       cycles=Total(*(jnp.pad(x, (rest,)) for x in cycles)),
       start=None if start is None else jnp.pad(start, ((0, 0), (0, 0), rest)),
-      kept=None if kept is None else jnp.pad(kept, tokens),
+      run=None if run is None else jnp.pad(run, tokens),
     ),
   )
 

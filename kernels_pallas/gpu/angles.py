@@ -11,36 +11,48 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kernels_pallas.gpu.tiles import across, down
+
 WIDTH = 32  # coordinates at a time, so that registers are left for other blocks of the grid
 
 
 class Angles(NamedTuple):
-  """Those of every token and coordinate, in turns: start + total * cycles, modulo 1.
+  """Those of every token and coordinate, in turns: first + since * cycles, modulo 1.
 
-  Totals and cycles come as sums of three: two of 12 significant bits, whose products are exact, and what is left.
+  `since` and `cycles` are sums of two, the first of 12 significant bits: then the product of these two is exact.
   """
 
-  total: Float[Array, "B H 3 T"]
-  cycles: Float[Array, "3 d"]
-  start: Float[Array, "B H d"] | None
-  kept: Float[Array, "B H T"] | None  # 1 where `start` counts, and 0 elsewhere
+  first: Float[Array, "B H n d"]  # of each tile of ROWS tokens, modulo 1
+  since: Float[Array, "B H 2 T"]  # the total of betas since then
+  cycles: Float[Array, "2 d"]
+  same: Float[Array, "B H T"] | None  # 1, and 0 where another run has begun since: there `first` does not count
+
+
+class Along(NamedTuple):
+  """What of `Angles` belongs to the tokens of a tile, loaded."""
+
+  since: Array
+  rest: Array
+  same: Array | None
+
+
+def along(angles: Any, place: tuple[Any, Any], load: Callable[[Any], Array]) -> Along:
+  """From references to `Angles`; `place` is the sequence and head."""
+  since, rest = (load(angles.since.at[*place, n]) for n in range(2))
+  return Along(since, rest, None if angles.same is None else load(angles.same.at[*place]))
 
 
 def radians(
-  angles: Any, b: Any, head: Any, by_token: Callable[[Any], Array], by_coordinate: Callable[[Any], Array]
+  angles: Any, at: Along, place: tuple[Any, Any], tile: Any, load: Callable[[Any], Array], shape: tuple[int, int]
 ) -> Float[Array, "rows columns"]:
-  """The angles of a tile, from references to `Angles`."""
-
-  def fraction(turns: Array) -> Array:
-    return turns - jnp.round(turns)
-
-  total = [by_token(angles.total.at[b, head, n]) for n in range(3)]
-  cycles = [by_coordinate(angles.cycles.at[n]) for n in range(3)]
-  turns = fraction(total[0] * cycles[0]) + (fraction(total[0] * cycles[1]) + fraction(total[1] * cycles[0]))
-  turns = turns + (total[1] * cycles[1] + (total[0] + total[1]) * cycles[2] + total[2] * cycles[0])
-  if angles.start is not None:
-    turns = turns + by_coordinate(angles.start.at[b, head]) * by_token(angles.kept.at[b, head])
-  return fraction(turns) * (2 * np.pi)
+  """The angles of a tile; `load` loads what belongs to its coordinates."""
+  since, rest = down(at.since, shape), down(at.rest, shape)
+  cycles, of_cycles = (across(load(angles.cycles.at[n]), shape) for n in range(2))
+  whole = since * cycles
+  first = across(load(angles.first.at[*place, tile]), shape)
+  if at.same is not None:
+    first = first * down(at.same, shape)
+  return ((whole - jnp.round(whole)) + (since * of_cycles + rest * cycles + first)) * (2 * np.pi)
 
 
 def quarter_turn() -> np.ndarray:

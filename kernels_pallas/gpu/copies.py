@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kernels_pallas.gpu.angles import WIDTH, Angles, quarter_turn, radians
-from kernels_pallas.gpu.tiles import ROWS, TILE, WGMMA, across, down, shared, varying_as
+from kernels_pallas.gpu.angles import WIDTH, Angles, along, quarter_turn, radians
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, down, shared, varying_as
 
 
 class Copy(NamedTuple):
@@ -36,6 +36,7 @@ class _Given(NamedTuple):
   scale: Any
   angles: Any
   quarter_turn: Any
+  after: Any
 
 
 def copies(
@@ -44,11 +45,15 @@ def copies(
   *,
   scale: Float[Array, "B H T"] | None = None,
   angles: Angles | None = None,
+  after: Array | None = None,
   interpret: Any = None,
 ) -> list[Array]:
-  """Copies of a 16-bit x, B T H d or, time last, B H d T. Several of its heads may share those of the angles."""
+  """Copies of a 16-bit x, B T H d or, time last, B H d T. Several of its heads may share those of the angles.
+
+  They are not made before there is `after`, so that they take no memory until then.
+  """
   batch, time, heads, head_dim = x.shape
-  group = 1 if angles is None else heads // angles.total.shape[1]
+  group = 1 if angles is None else heads // angles.since.shape[1]
   parts, shape, f32 = head_dim // WIDTH, (ROWS, WIDTH), jnp.float32
   exact_already = scale is None and angles is None
 
@@ -56,46 +61,50 @@ def copies(
     given = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + len(wanted)], refs[len(leaves) + len(wanted) :]
     x_smem, quarter_turn_smem, *out_smem, filled = scratch
-    b, head, tile, w = (lax.axis_index(name) for name in ("batch", "head", "tile", "thread"))
-    source, at = lax.div(head, jnp.int32(group)), pl.ds(tile * TILE + w * ROWS, ROWS)
+    b, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
+    place, at = (b, lax.div(head, jnp.int32(group))), pl.ds(tile * ROWS, ROWS)
 
     def columns(part):
       return pl.ds(part * WIDTH, WIDTH)
 
     for part in range(parts):
-      plgpu.copy_gmem_to_smem(x_ref.at[b, at, head, columns(part)], x_smem.at[w, part], filled.at[w])
+      plgpu.copy_gmem_to_smem(x_ref.at[b, at, head, columns(part)], x_smem.at[part], filled)
     if angles is not None:
-      plgpu.copy_gmem_to_smem(given.quarter_turn, quarter_turn_smem.at[w], filled.at[w])
+      plgpu.copy_gmem_to_smem(given.quarter_turn, quarter_turn_smem, filled)
 
     def by_token(ref):
-      return down(plgpu.load(ref.at[at], layout=WGMMA.reduce(1), optimized=False), shape)
+      return plgpu.load(ref.at[at], layout=WGMMA.reduce(1), optimized=False)
 
-    plgpu.barrier_wait(filled.at[w])
+    # While x is on its way.
+    factors = [None if ref is None else by_token(ref.at[b, head]) for ref in given.factors]
+    scales = None if scale is None else by_token(given.scale.at[b, head])
+    turns: Any = None if angles is None else along(given.angles, place, by_token)
+    plgpu.barrier_wait(filled)
 
     def work(part, none):
       def by_coordinate(ref):
-        return across(plgpu.load(ref.at[columns(part)], layout=WGMMA.reduce(0), optimized=False), shape)
+        return plgpu.load(ref.at[columns(part)], layout=WGMMA.reduce(0), optimized=False)
 
       def rotated(turned):
-        plgpu.wgmma(turned, x_smem.at[w, part], quarter_turn_smem.at[w])
-        angle = radians(given.angles, b, source, by_token, by_coordinate)
+        plgpu.wgmma(turned, x_smem.at[part], quarter_turn_smem)
+        angle = radians(given.angles, turns, place, tile, by_coordinate, shape)
         cos, sin = scaled(jnp.cos(angle)), scaled(jnp.sin(angle))
-        unturned = plgpu.load(x_smem.at[w, part], layout=WGMMA, optimized=False).astype(f32) * cos
+        unturned = plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32) * cos
         plgpu.wgmma_wait(0)
         return unturned + turned[...] * sin
 
       def scaled(x):
-        return x if scale is None else x * by_token(given.scale.at[b, head])
+        return x if scales is None else x * down(scales, shape)
 
       if angles is None:
-        exact = scaled(plgpu.load(x_smem.at[w, part], layout=WGMMA, optimized=False).astype(f32))
+        exact = scaled(plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32))
       else:
         exact = pl.run_scoped(rotated, plgpu.ACC(shape, f32))
       if not exact_already:
         exact = exact.astype(jnp.float16).astype(f32)
-      for copy, factor, smem in zip(wanted, given.factors, out_smem, strict=True):
-        value = exact if factor is None else exact * by_token(factor.at[b, head])
-        target = smem.at[w, part].transpose((1, 0)) if copy.time_last else smem.at[w, part]
+      for copy, factor, smem in zip(wanted, factors, out_smem, strict=True):
+        value = exact if factor is None else exact * down(factor, shape)
+        target = smem.at[part].transpose((1, 0)) if copy.time_last else smem.at[part]
         target[...] = value.astype(copy.dtype)
       return none
 
@@ -104,11 +113,11 @@ def copies(
     for copy, smem, out in zip(wanted, out_smem, outputs, strict=True):
       for part in range(parts):
         to = out.at[b, head, columns(part), at] if copy.time_last else out.at[b, at, head, columns(part)]
-        plgpu.copy_smem_to_gmem(smem.at[w, part], to)
-    plgpu.wait_smem_to_gmem(0)
+        plgpu.copy_smem_to_gmem(smem.at[part], to)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   turning = None if angles is None else jnp.asarray(quarter_turn(), x.dtype)
-  arguments = _Given(tuple(copy.factor for copy in wanted), scale, angles, turning)
+  arguments = _Given(tuple(copy.factor for copy in wanted), scale, angles, turning, after)
   leaves, structure = jax.tree.flatten(arguments)
   found = plgpu.kernel(
     kernel,
@@ -116,15 +125,13 @@ def copies(
       jax.ShapeDtypeStruct((batch, heads, head_dim, time) if copy.time_last else x.shape, copy.dtype) for copy in wanted
     ],
     scratch_types=[
-      shared((2, parts, *shape), x.dtype),
-      plgpu.SMEM((1,), f32) if angles is None else shared((2, WIDTH, WIDTH), x.dtype),
-      *(shared((2, parts, *(shape[::-1] if copy.time_last else shape)), copy.dtype) for copy in wanted),
-      plgpu.Barrier(num_arrivals=parts + (angles is not None), num_barriers=2),
+      shared((parts, *shape), x.dtype),
+      plgpu.SMEM((1,), f32) if angles is None else shared((WIDTH, WIDTH), x.dtype),
+      *(shared((parts, *(shape[::-1] if copy.time_last else shape)), copy.dtype) for copy in wanted),
+      plgpu.Barrier(num_arrivals=parts + (angles is not None)),
     ],
-    grid=(batch, time // TILE, heads),
+    grid=(batch, time // ROWS, heads),
     grid_names=("batch", "tile", "head"),
-    num_threads=2,
-    thread_name="thread",
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="copies",

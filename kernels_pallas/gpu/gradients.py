@@ -6,7 +6,7 @@
 
 What is turned of dx is two bfloat16s.
 
-    warpgroups 0, 1   64 tokens each, a few coordinates after another
+A block of the grid is one warpgroup with 64 tokens of a head, which takes a few coordinates after another.
 """
 
 from typing import Any, NamedTuple
@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float16
 
-from kernels_pallas.gpu.angles import WIDTH, Angles, quarter_turn, radians
-from kernels_pallas.gpu.tiles import ROWS, TILE, WGMMA, across, down, shared, varying_as
+from kernels_pallas.gpu.angles import WIDTH, Angles, along, quarter_turn, radians
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, down, shared, varying_as
 
 
 class Gradients(NamedTuple):
@@ -50,7 +50,7 @@ def gradients(
 ) -> Gradients:
   """Those of what was given in `dtype`. Several heads of x may share those of the angles."""
   batch, time, heads, head_dim = x.shape
-  group = 1 if angles is None else heads // angles.total.shape[1]
+  group = 1 if angles is None else heads // angles.since.shape[1]
   parts, shape, f32, bf16 = head_dim // WIDTH, (ROWS, WIDTH), jnp.float32, jnp.bfloat16
   sums = 1 if angles is None else 2
 
@@ -58,64 +58,68 @@ def gradients(
     rotation: Any = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + 1 + sums], refs[len(leaves) + 1 + sums :]
     x_smem, dx_smem, out_smem, sums_smem, halves_smem, turning_smem, turning_gradients_smem, filled = scratch
-    b, head, tile, w = (lax.axis_index(name) for name in ("batch", "head", "tile", "thread"))
-    source, at = lax.div(head, jnp.int32(group)), pl.ds(tile * TILE + w * ROWS, ROWS)
+    b, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
+    place, at = (b, lax.div(head, jnp.int32(group))), pl.ds(tile * ROWS, ROWS)
 
     def columns(part):
       return pl.ds(part * WIDTH, WIDTH)
 
     for part in range(parts):
       for ref, smem in ((x_ref, x_smem), (dx_ref, dx_smem)):
-        plgpu.copy_gmem_to_smem(ref.at[b, at, head, columns(part)], smem.at[w, part], filled.at[w])
+        plgpu.copy_gmem_to_smem(ref.at[b, at, head, columns(part)], smem.at[part], filled)
     if rotation is not None:
-      plgpu.copy_gmem_to_smem(rotation.turning, turning_smem.at[w], filled.at[w])
-      plgpu.copy_gmem_to_smem(rotation.turning_gradients, turning_gradients_smem.at[w], filled.at[w])
-    plgpu.barrier_wait(filled.at[w])
+      plgpu.copy_gmem_to_smem(rotation.turning, turning_smem, filled)
+      plgpu.copy_gmem_to_smem(rotation.turning_gradients, turning_gradients_smem, filled)
 
     def by_token(ref):
-      return down(plgpu.load(ref.at[at], layout=WGMMA.reduce(1), optimized=False), shape)
+      return plgpu.load(ref.at[at], layout=WGMMA.reduce(1), optimized=False)
+
+    # While the vectors are on their way.
+    factors = by_token(factor_ref.at[b, head])
+    turns: Any = None if rotation is None else along(rotation.angles, place, by_token)
+    plgpu.barrier_wait(filled)
 
     def work(part, so_far):
       def by_coordinate(ref):
-        return across(plgpu.load(ref.at[columns(part)], layout=WGMMA.reduce(0), optimized=False), shape)
+        return plgpu.load(ref.at[columns(part)], layout=WGMMA.reduce(0), optimized=False)
 
       def unrotated(turned):
         high = dx.astype(bf16)
-        halves_smem[w, 0] = high
-        halves_smem[w, 1] = (dx - high.astype(f32)).astype(bf16)
+        halves_smem[0] = high
+        halves_smem[1] = (dx - high.astype(f32)).astype(bf16)
         plgpu.commit_smem()
         for half in range(2):
-          plgpu.wgmma(turned, halves_smem.at[w, half], turning_gradients_smem.at[w])
-        angle = radians(rotation.angles, b, source, by_token, by_coordinate)
+          plgpu.wgmma(turned, halves_smem.at[half], turning_gradients_smem)
+        angle = radians(rotation.angles, turns, place, tile, by_coordinate, shape)
         unturned = dx * jnp.cos(angle)
         plgpu.wgmma_wait(0)
         return unturned - turned[...] * jnp.sin(angle)
 
       def turned_by(turned):
-        plgpu.wgmma(turned, x_smem.at[w, part], turning_smem.at[w])
+        plgpu.wgmma(turned, x_smem.at[part], turning_smem)
         plgpu.wgmma_wait(0)
-        return (turned[...].astype(bf16).astype(f32) * dx * by_coordinate(rotation.speed)).sum(axis=1)
+        return (turned[...].astype(bf16).astype(f32) * dx * across(by_coordinate(rotation.speed), shape)).sum(axis=1)
 
-      x = plgpu.load(x_smem.at[w, part], layout=WGMMA, optimized=False).astype(f32).astype(bf16).astype(f32)
-      dx = plgpu.load(dx_smem.at[w, part], layout=WGMMA, optimized=False).astype(f32)
+      x = plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32).astype(bf16).astype(f32)
+      dx = plgpu.load(dx_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
       found = [(x * dx).sum(axis=1)]
       given = dx
       if rotation is not None:
         found.append(pl.run_scoped(turned_by, plgpu.ACC(shape, f32)))
         given = pl.run_scoped(unrotated, plgpu.ACC(shape, f32))
-      out_smem[w, part] = (given * by_token(factor_ref.at[b, head])).astype(dtype)
+      out_smem[part] = (given * down(factors, shape)).astype(dtype)
       return tuple(map(jnp.add, so_far, found))
 
     zero = plgpu.layout_cast(jnp.zeros((ROWS,), f32), WGMMA.reduce(1))
     found = lax.fori_loop(0, jnp.int32(parts), work, (zero,) * sums)
     for n in range(sums):
-      sums_smem[w, n] = found[n]
+      sums_smem[n] = found[n]
     plgpu.commit_smem()
     for part in range(parts):
-      plgpu.copy_smem_to_gmem(out_smem.at[w, part], outputs[0].at[b, at, head, columns(part)])
+      plgpu.copy_smem_to_gmem(out_smem.at[part], outputs[0].at[b, at, head, columns(part)])
     for n in range(sums):
-      plgpu.copy_smem_to_gmem(sums_smem.at[w, n], outputs[1 + n].at[b, head, at])
-    plgpu.wait_smem_to_gmem(0)
+      plgpu.copy_smem_to_gmem(sums_smem.at[n], outputs[1 + n].at[b, head, at])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   rotation = None
   if angles is not None:
@@ -126,19 +130,17 @@ def gradients(
     kernel,
     out_type=[jax.ShapeDtypeStruct(x.shape, dtype), *[jax.ShapeDtypeStruct((batch, heads, time), f32)] * sums],
     scratch_types=[
-      shared((2, parts, *shape), x.dtype),
-      shared((2, parts, *shape), dx.dtype),
-      shared((2, parts, *shape), dtype),
-      plgpu.SMEM((2, sums, ROWS), f32),
-      unused if rotation is None else shared((2, 2, *shape), bf16),
-      unused if rotation is None else shared((2, WIDTH, WIDTH), x.dtype),
-      unused if rotation is None else shared((2, WIDTH, WIDTH), bf16),
-      plgpu.Barrier(num_arrivals=2 * parts + (0 if rotation is None else 2), num_barriers=2),
+      shared((parts, *shape), x.dtype),
+      shared((parts, *shape), dx.dtype),
+      shared((parts, *shape), dtype),
+      plgpu.SMEM((sums, ROWS), f32),
+      unused if rotation is None else shared((2, *shape), bf16),
+      unused if rotation is None else shared((WIDTH, WIDTH), x.dtype),
+      unused if rotation is None else shared((WIDTH, WIDTH), bf16),
+      plgpu.Barrier(num_arrivals=2 * parts + (0 if rotation is None else 2)),
     ],
-    grid=(batch, time // TILE, heads),
+    grid=(batch, time // ROWS, heads),
     grid_names=("batch", "tile", "head"),
-    num_threads=2,
-    thread_name="thread",
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="gradients",

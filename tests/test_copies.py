@@ -1,0 +1,86 @@
+"""The kernels before and after all others on Hopper, interpreted, against float64: copies, and gradients going back."""
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import csympow
+from csympow import rotation
+from csympow.forms import near
+from kernels_pallas.gpu.copies import Copy, copies
+from kernels_pallas.gpu.gradients import gradients
+from kernels_pallas.gpu.tiles import ROWS
+from tests import comparing
+
+T, H, G, D = 2 * ROWS, 1, 2, 64
+INTERPRETED = plgpu.InterpretGPUParams()
+
+
+def make(seed, start):
+  """Vectors of two heads that share their angles, those angles as kernels take them, and in float64 radians."""
+  random = np.random.default_rng(seed)
+  x = jnp.asarray(random.normal(size=(1, T, H * G, D)), jnp.bfloat16)
+  # From far along, so that a float32 total would not do.
+  beta = jnp.asarray(random.uniform(0.5, 2.0, size=(1, T, H)).astype(np.float32)).at[0, 0].add(1e6)
+  rates = csympow.rotary_rates(D, 2**20)
+  starts, initial = None, None
+  if start:  # a state's phase, that counts until another document begins
+    starts = jnp.zeros((1, T), bool).at[0, T // 2 + 5].set(True)
+    initial = jnp.asarray(random.uniform(size=(1, H, D // 2)), jnp.float32)
+  phases = rotation.factors(beta, rates, (1, T, H), starts=starts, initial=initial)
+  angles = near.angles(near.Rotation(None, None, rates, phases))
+  total = np.cumsum(np.asarray(beta, np.float64), axis=1)
+  first = np.zeros((1, T, H, D // 2))
+  if start:
+    late = np.arange(T) >= T // 2 + 5
+    total[:, late] -= total[:, T // 2 + 4]
+    first = np.where(late[:, None, None], 0.0, 2 * np.pi * np.asarray(initial, np.float64)[:, None])
+  return x, angles, np.repeat(first + total[..., None] * np.asarray(rates, np.float64), G, axis=2)
+
+
+def turn(x, radians):
+  even, odd = np.asarray(x, np.float64)[..., 0::2], np.asarray(x, np.float64)[..., 1::2]
+  cos, sin = np.cos(radians), np.sin(radians)
+  return np.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(x.shape)
+
+
+@pytest.mark.parametrize("start", [False, True])
+def test_copies_are_rotated_scaled_and_laid_out_as_asked(start):
+  x, angles, radians = make(0, start)
+  random = np.random.default_rng(1)
+  factor = jnp.asarray(random.uniform(size=(1, H * G, T)), jnp.float32)
+  wanted = [Copy(jnp.float16), Copy(jnp.bfloat16, factor, time_last=True)]
+  plain, last = copies(x, wanted, scale=jnp.full(factor.shape, 0.25), angles=angles, interpret=INTERPRETED)
+  expected = 0.25 * turn(x, radians)
+  assert plain.dtype == jnp.float16
+  assert last.shape == (1, H * G, D, T)
+  comparing.assert_close(plain, expected, 4e-4, "plain")
+  expected = np.moveaxis(np.asarray(plain, np.float64) * np.moveaxis(np.asarray(factor), 1, 2)[..., None], 1, 3)
+  np.testing.assert_array_equal(last, expected.astype(np.float32).astype(jnp.bfloat16))
+
+
+def test_copies_without_a_rotation_are_exact():
+  x, _, _ = make(2, start=False)
+  same, narrow = copies(x.astype(jnp.float16), [Copy(jnp.float16), Copy(jnp.bfloat16)], interpret=INTERPRETED)
+  np.testing.assert_array_equal(same, x.astype(jnp.float16))
+  np.testing.assert_array_equal(narrow, x.astype(jnp.float16).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_gradients_go_back_through_the_rotation_and_are_summed(rotated):
+  x, angles, radians = make(3, start=True)
+  random = np.random.default_rng(4)
+  x, dx = x.astype(jnp.float16), jnp.asarray(random.normal(size=x.shape), jnp.float32)
+  factor, speed = jnp.full((1, H * G, T), 3.0), jnp.asarray(random.uniform(size=D // 2).repeat(2), jnp.float32)
+  how = {"angles": angles, "speed": speed} if rotated else {}
+  found = gradients(x, dx, factor, jnp.float32, **how, interpret=INTERPRETED)
+  comparing.assert_close(found.given, 3 * turn(dx, -radians if rotated else 0 * radians), 1e-4, "given")
+  exact, dx = np.asarray(x.astype(jnp.bfloat16), np.float64), np.asarray(dx, np.float64)
+  comparing.assert_close(found.pulled, np.moveaxis(np.sum(exact * dx, axis=-1), 1, 2), 1e-5, "pulled")
+  if rotated:
+    quarter = turn(exact, np.full_like(radians, np.pi / 2))
+    expected = np.sum(np.asarray(speed, np.float64) * quarter * dx, axis=-1)
+    comparing.assert_close(found.turned, np.moveaxis(expected, 1, 2), 1e-5, "turned")
+  else:
+    assert found.turned is None
