@@ -44,7 +44,7 @@ class _Discounts(NamedTuple):
 
 
 class _Queries(NamedTuple):
-  """As they read states and enter the cotangents' states; `x` stands time last."""
+  """As they read states and enter those of cotangents; `x` stands time last, and backwards times the outputs' scale."""
 
   q: BFloat16[Array, "B T Hq d"]
   x: BFloat16[Array, "B Hq d T"]
@@ -110,14 +110,14 @@ def _forward(
   exponents = near.exponents(tokens)
   discounts = _discounts(exponents, G, settings.chunk)
   of_k = _of_keys(discounts)[:2]
-  x, q_copies, k_copies = near.operands_and_copies(tokens, G, exponents, _OF_QUERIES, of_k, settings)
+  x, q_copies, k_copies = near.operands_and_copies(tokens, G, exponents, _of_queries(None), of_k, settings)
   queries, keys = _Queries(*q_copies), _Keys(*k_copies)
   scale = near.state_scale(x.top)
   if initial is not None:
     initial = Full(initial.S / scale[..., None], initial.Z / scale)
   across = discounts.across
   S = state_write.write(keys.x, x.v, keys.k, across, None if initial is None else initial.S, interpret=interpret)
-  added = gram.gram(keys.x, keys.k, None, *across.shape[1:], interpret=interpret)
+  added = gram.gram(keys.x, keys.k, None, *across.shape[1:], time_last=True, interpret=interpret)
   Z, final_Z = _scan(added, across, None if initial is None else initial.Z)
 
   far = state_read.read(queries.x, queries.q, S.found, _pieces(Z), discounts.since_start, interpret=interpret)
@@ -139,22 +139,19 @@ def _backward(
   del return_final
   (dy, dfinal), x, interpret = cotangents, saved.operands, settings.interpret
   discounts = _discounts(near.Exponents(x.q_exponent, x.exponent, x.top), saved.G, settings.chunk)
-  queries = _Queries(*copies(x.q, _OF_QUERIES, interpret=interpret))
   given = near.cotangents(saved.y, dy)
+  # Of what was read of the state: the numerator is divided by the normaliser, and discounted.
+  inverse = jnp.where(saved.heard, given.inverse, 0.0) * discounts.since_start
+  queries = _Queries(*copies(x.q, _of_queries(inverse), interpret=interpret))
   inside = near.backward(x, given, settings.power, interpret, queries.q)
   scale = near.state_scale(x.top)
   if dfinal is not None:
     dfinal = Full(symmetric(dfinal.S) * scale[..., None], symmetric(dfinal.Z) * scale)
 
-  # Of what was read of the state, discounted: of the numerator, and of the normaliser.
-  inverse = jnp.where(saved.heard, given.inverse, 0.0) * discounts.since_start
-  dy = (given.dy * jnp.moveaxis(inverse, 1, 2)[..., None]).astype(jnp.bfloat16)
-  dnormaliser = -given.delta * inverse
-
   across = discounts.across
   dS = state_write.write(
     queries.x,
-    dy,
+    given.dy,
     queries.q,
     across,
     None if dfinal is None else dfinal.S,
@@ -163,11 +160,12 @@ def _backward(
     interpret=interpret,
   )
   keys = _Keys(*copies(x.keys.plain, _of_keys(discounts), after=dS.final, interpret=interpret))
-  added = gram.gram(queries.x, queries.q, dnormaliser, *across.shape[1:], interpret=interpret)
+  dnormaliser = -given.delta * inverse
+  added = gram.gram(queries.q, queries.q, dnormaliser, *across.shape[1:], time_last=False, interpret=interpret)
   dZ, dinitial_Z = _scan(added, across, None if dfinal is None else dfinal.Z, reverse=True)
 
   transposed = functools.partial(state_read.read_transposed, interpret=interpret)
-  dq = transposed(queries.x, dy, saved.found, queries.q, _pieces(saved.Z), inside.q, w_scale=dnormaliser)
+  dq = transposed(queries.x, given.dy, saved.found, queries.q, _pieces(saved.Z), inside.q, w_scale=dnormaliser)
   # With the very keys, discounted, that the states have, or queries' pulls and keys' would not cancel.
   assert keys.discounted is not None
   dk = transposed(keys.x, x.v, dS.found, keys.discounted, _pieces(dZ), inside.k, scale=discounts.k_scale)
@@ -185,7 +183,8 @@ def _backward(
 _attend.defvjp(_forward, _backward)
 
 
-_OF_QUERIES = (Copy(jnp.bfloat16), Copy(jnp.bfloat16, time_last=True))
+def _of_queries(factor: Float[Array, "B Hq T"] | None) -> tuple[Copy, Copy]:
+  return Copy(jnp.bfloat16), Copy(jnp.bfloat16, factor, time_last=True)
 
 
 def _of_keys(discounts: _Discounts) -> tuple[Copy, Copy, Copy]:

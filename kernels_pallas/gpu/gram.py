@@ -24,15 +24,16 @@ _SLOTS = 4
 
 
 def gram(
-  x: BFloat16[Array, "B Hq d T"],
+  x: BFloat16[Array, "B T Hq d"] | BFloat16[Array, "B Hq d T"],
   k: BFloat16[Array, "B T Hq d"],
   weight: Float[Array, "B Hq T"] | None,
   heads: int,
   count: int,
   *,
+  time_last: bool,
   interpret: Any = None,
 ) -> Float[Array, "B H n d d"]:
-  """Added in float32; x stands time last. Several heads may share a sum."""
+  """Added in float32; `time_last` is how x stands. Several heads may share a sum."""
   batch, time, all_heads, head_dim = k.shape
   group, blocks = all_heads // heads, time // count // ROWS
   visits = group * blocks
@@ -48,9 +49,10 @@ def gram(
     @pl.when(thread == 0)
     def compute():
       def lefts(slot):
+        vectors = x_smem.at[slot] if time_last else x_smem.at[slot].transpose((1, 0))
         if weight is None:
-          return [x_smem.at[slot]]
-        rows = plgpu.load(x_smem.at[slot], layout=WGMMA, optimized=False)
+          return [vectors]
+        rows = plgpu.load(vectors, layout=WGMMA, optimized=False)
         along = plgpu.load(weight_smem.at[slot], layout=WGMMA.reduce(0), optimized=False)
         exact = rows.astype(jnp.float32) * across(along, rows.shape)
         high = exact.astype(rows.dtype)
@@ -87,7 +89,8 @@ def gram(
         source = head * group + lax.div(n, jnp.int32(blocks))
         at = pl.ds((c * blocks + lax.rem(n, jnp.int32(blocks))) * ROWS, ROWS)
         wait_if(n >= _SLOTS, freed.at[slot])
-        plgpu.copy_gmem_to_smem(x_ref.at[b, source, :, at], x_smem.at[slot], filled.at[slot])
+        vectors = x_ref.at[b, source, :, at] if time_last else x_ref.at[b, at, source]
+        plgpu.copy_gmem_to_smem(vectors, x_smem.at[slot], filled.at[slot])
         plgpu.copy_gmem_to_smem(k_ref.at[b, at, source], k_smem.at[slot], filled.at[slot])
         if weight is not None:
           plgpu.copy_gmem_to_smem(weight_ref.at[b, source, at], weight_smem.at[slot], filled.at[slot])
@@ -101,7 +104,7 @@ def gram(
     kernel,
     out_type=jax.ShapeDtypeStruct((batch, heads, count, head_dim, head_dim), jnp.float32),
     scratch_types=[
-      shared((_SLOTS, head_dim, ROWS), x.dtype),
+      shared((_SLOTS, head_dim, ROWS) if time_last else (_SLOTS, ROWS, head_dim), x.dtype),
       shared((_SLOTS, ROWS, head_dim), k.dtype),
       plgpu.SMEM((_SLOTS, ROWS), jnp.float32),
       shared((head_dim, head_dim), jnp.float32),
