@@ -1,6 +1,7 @@
 """The Pallas kernels for TPUs: right and without races in the interpreter, lowered for every shape, and dispatched."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -207,3 +208,17 @@ def test_the_kernels_are_taken_where_the_shape_fits():
 def test_what_no_kernel_serves_is_refused_in_words(options, why):
   with pytest.raises(NotImplementedError, match=why):
     explain(implementation="pallas", **options)
+
+
+@pytest.mark.parametrize("blocks", range(1, 8))
+def test_the_grid_visits_every_pair_of_blocks_once_and_those_of_one_block_in_turn(blocks):
+  triangle = pairs.Triangle(blocks)
+  places = list(itertools.product(*map(range, triangle.grid)))
+  by_queries = [tuple(map(int, triangle.pair(*place))) for place in places]
+  by_keys = [tuple(map(int, triangle.reversed_pair(*place))) for place in places]
+  rows = [list(group) for _, group in itertools.groupby(by_queries, key=lambda pair: pair[0])]
+  columns = [list(group) for _, group in itertools.groupby(by_keys, key=lambda pair: pair[1])]
+  assert sorted(rows) == [[(a, b) for b in range(a + 1)] for a in range(blocks)]
+  assert sorted(columns, key=lambda group: group[0][1]) == [
+    [(a, b) for a in range(blocks - 1, b - 1, -1)] for b in range(blocks)
+  ]

@@ -30,24 +30,33 @@ def block_size(time: int) -> int:
 
 
 class Triangle(NamedTuple):
-  """A grid over the pairs a >= b of n blocks without holes: rows a and n - 1 - a make one row of n + 1."""
+  """A grid over the pairs a >= b of n blocks without holes: rows a and n - 1 - a make one row of n + 1.
+
+  Of an odd n the last row stands alone, and those before it make rows of n.
+  """
 
   blocks: int
 
   @property
   def grid(self) -> tuple[int, int]:
-    """Its two axes. Of an odd number of rows the middle one is done twice."""
-    return (self.blocks + 1) // 2, self.blocks + 1
+    """Its two axes."""
+    return (self.blocks + 1) // 2, self._even + 1
 
   def pair(self, row: Any, col: Any) -> tuple[Any, Any]:
     """(a, b) at a place of the grid: b from 0 to a."""
+    if self._even < self.blocks:
+      row = jnp.where(row == self.blocks // 2, self.blocks - 1, row)
     first = col <= row
-    return jnp.where(first, row, self.blocks - 1 - row), jnp.where(first, col, col - row - 1)
+    return jnp.where(first, row, self._even - 1 - row), jnp.where(first, col, col - row - 1)
 
   def reversed_pair(self, row: Any, col: Any) -> tuple[Any, Any]:
     """(a, b) at a place of the grid: a from n - 1 to b."""
     b, a = self.pair(row, col)
     return self.blocks - 1 - a, self.blocks - 1 - b
+
+  @property
+  def _even(self) -> int:
+    return self.blocks - self.blocks % 2
 
 
 def specs(x: Chunks, block: int, place: Place) -> list[pl.BlockSpec]:
