@@ -161,10 +161,11 @@ def _backward(
       def free(visited):
         plgpu.barrier_arrive(q_freed.at[lax.rem(visited, jnp.int32(slots))])
 
-      def visit(weigh, dk, dv):
+      def visit(fetch, weigh, dk, dv):
         def visit_tile(number, head, m):
           for unit in range(_UNITS):
-            slot = lax.rem(number * _UNITS + unit, jnp.int32(slots))
+            slot, start = lax.rem(number * _UNITS + unit, jnp.int32(slots)), m * TILE + unit * ROWS
+            fetched = fetch(head, m)  # from afar, while queries come and products are under way
             plgpu.barrier_wait(q_filled.at[slot])
 
             def products(s, dp, slot=slot):
@@ -174,7 +175,7 @@ def _backward(
 
             square = plgpu.ACC((ROWS, ROWS), f32)
             s, dp = pl.run_scoped(products, square, square)
-            scale, fold = weigh(slot, head, m, m * TILE + unit * ROWS, s.shape)
+            scale, fold = weigh(fetched, slot, start, s.shape)
             slopes = slope(s, scale, power)
             weights = (slopes * s).astype(half)
             ds = slopes * (dp - across(plgpu.load(delta_smem.at[slot], layout=WGMMA.reduce(0)), s.shape))
@@ -207,15 +208,18 @@ def _backward(
         return visit_tile
 
       here = pl.ds(token, ROWS)
+      pull = plgpu.load(pull_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
+      fold = plgpu.load(fold_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
+      end = [total_ref[piece, b, kv, frame] for piece in range(2)]
       plgpu.barrier_wait(k_filled)
       mine = plgpu.load(k_smem.at[thread, :, ours[0]], layout=WGMMA, optimized=False)
       rounded_k_smem[thread] = mine.astype(half)
       plgpu.commit_smem()
-      pull = plgpu.load(pull_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
-      fold = plgpu.load(fold_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
-      end = [total_ref[piece, b, kv, frame] for piece in range(2)]
 
-      def near_weigh(slot, head, m, start, shape):
+      def near_fetch(head, m):
+        return head  # registers are short: what near tiles need comes when it is needed
+
+      def near_weigh(head, slot, start, shape):
         at = pl.ds(start, ROWS)
         gate = plgpu.load(gate_ref.at[b, kv, at], layout=WGMMA.reduce(0), optimized=False)
         inverse = plgpu.load(inverse_ref.at[b, head, at], layout=WGMMA.reduce(0), optimized=False)
@@ -223,17 +227,19 @@ def _backward(
         exponent = jnp.where(seen, across(gate, shape) - down(pull, shape), -jnp.inf)
         return jnp.exp2(exponent) * across(inverse, shape), None
 
-      def far_weigh(slot, head, m, start, shape):
-        before = [total_ref[piece, b, kv, lax.div(m, jnp.int32(in_frame)) - 1] for piece in range(2)]
+      def far_fetch(head, m):
+        return [total_ref[piece, b, kv, lax.div(m, jnp.int32(in_frame)) - 1] for piece in range(2)]
+
+      def far_weigh(before, slot, start, shape):
         discount = jnp.exp2(((before[0] - end[0]) + (before[1] - end[1])) * LOG2E)
         scale = plgpu.load(discounted_smem.at[slot], layout=WGMMA.reduce(0)) * discount
         return across(scale, shape), down(fold, shape)
 
       def gradients(dk, dv):
-        visit_tiles(0, near, visit(near_weigh, dk, dv))
+        visit_tiles(0, near, visit(near_fetch, near_weigh, dk, dv))
         plgpu.barrier_arrive(k_freed)
         plgpu.barrier_wait(k_filled)
-        visit_tiles(near, near + far, visit(far_weigh, dk, dv))
+        visit_tiles(near, near + far, visit(far_fetch, far_weigh, dk, dv))
         return dk[...], dv[...]
 
       accumulators = plgpu.ACC((ROWS, k_wide), f32), plgpu.ACC((ROWS, v_wide), f32)

@@ -95,7 +95,7 @@ def forward(
     (y_ref, low_ref, normaliser_ref), scratch = (
       (more[:3], more[3:]) if save_low else ((more[0], None, more[1]), more[2:])
     )
-    q_smem, k_smem, v_smem, y_smem, low_smem, normaliser_smem, carried_smem, *barriers = scratch
+    q_smem, k_smem, v_smem, y_smem, low_smem, normaliser_smem, carried_smem, gate_smem, *barriers = scratch
     q_filled, carried_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, n = place_in_grid(item, batch * query_heads, tiles)
@@ -139,7 +139,7 @@ def forward(
         decay = decay_ref[b, kv, f]
 
         def far_blocks(sums):
-          now, summed = s, normaliser * decay
+          now, summed = s, nothing
           for n in range(blocks):
             j = f * blocks + n
             plgpu.barrier_wait(k_filled.at[slot_of(j + 1)])
@@ -157,16 +157,16 @@ def forward(
             plgpu.barrier_arrive(v_freed.at[slot_of(j)])
           return now, sums[...], summed
 
-        s, gathered, normaliser = pl.run_scoped(far_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
-        return s, total * decay + gathered, normaliser
+        s, gathered, summed = pl.run_scoped(far_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
+        return s, total * decay + gathered, normaliser * decay + summed  # the decay has had time to come
 
       total = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), WGMMA)
-      normaliser = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
+      normaliser = nothing = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
       far = (lax.div(start, jnp.int32(blocks)), lax.div(near, jnp.int32(blocks)))
       s, total, normaliser = lax.fori_loop(*far, far_frame, (scores(start), total, normaliser))
 
       rows = pl.ds(token, ROWS)
-      gate = plgpu.load(gate_ref.at[b, kv, rows], layout=WGMMA.reduce(1), optimized=False)
+      gate = plgpu.load(gate_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
       since_start = jnp.exp2(gate)
       total, normaliser = total * down(since_start, total.shape), normaliser * since_start
 
@@ -212,7 +212,7 @@ def forward(
       plgpu.copy_smem_to_gmem(normaliser_smem.at[thread], normaliser_ref.at[b, head, rows])
       if save_low:
         plgpu.copy_smem_to_gmem(low_smem.at[thread], low_ref.at[b, rows, head])
-      plgpu.wait_smem_to_gmem(0)
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(thread == 2)
     def load():
@@ -220,6 +220,8 @@ def forward(
       for w in range(2):
         rows = q_ref.at[b, pl.ds(first_token + w * ROWS, ROWS), head]
         plgpu.copy_gmem_to_smem(rows, q_smem.at[w], q_filled)
+        gates = gate_ref.at[b, kv, pl.ds(first_token + w * ROWS, ROWS)]
+        plgpu.copy_gmem_to_smem(gates, gate_smem.at[w], q_filled)
         if carried_refs is not None:
           rows = carried_refs[0].at[b, pl.ds(first_token + w * ROWS, ROWS), head]
           plgpu.copy_gmem_to_smem(rows, carried_smem.at[w], carried_filled)
@@ -259,7 +261,9 @@ def forward(
     shared((2, ROWS, value_dim), jnp.bfloat16) if save_low else plgpu.SMEM((1,), f32),
     plgpu.SMEM((2, ROWS), f32),
     plgpu.SMEM((1,), f32) if carried is None else shared((2, ROWS, value_dim), f32),
-    *(plgpu.Barrier(num_arrivals=2),) * 2,
+    plgpu.SMEM((2, ROWS), f32),
+    plgpu.Barrier(num_arrivals=4),
+    plgpu.Barrier(num_arrivals=2),
     *(filled, freed) * 2,
     *((shared((2, ROWS, columns), v.dtype),) if interpret is not None else ()),
   ]
