@@ -18,7 +18,7 @@ import functools
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -311,7 +311,9 @@ class ConformalAttention(nnx.Module):
     elif isinstance(cache, KeyCache):
       y, cache = keys.step(q, k, v, cache, self.power, **self._gating(x))
     else:
-      y, cache = csympow.step(q, k, v, cache, power=self.power, **self._gating(x))
+      # Other than for attention: where there is a kernel for that there need be none for a step.
+      how: Literal["xla"] | None = "xla" if self.implementation == "xla" else None
+      y, cache = csympow.step(q, k, v, cache, power=self.power, **self._gating(x), implementation=how)
     return self.out(y), cache
 
   def _rates(self) -> Float[Array, "r"]:

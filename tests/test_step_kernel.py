@@ -34,15 +34,20 @@ def steps(x, rest, step, dtype=jnp.float32):
   return {"y": jnp.moveaxis(y, 0, 1), "S": state.S, "Z": state.Z, "phase": state.phase}
 
 
-def in_the_interpreter(**arguments):
-  return fused_step.step(**arguments, interpret=plgpu.InterpretGPUParams(detect_races=True))
+def in_the_interpreter(detect_races=False, **arguments):
+  return fused_step.step(**arguments, interpret=plgpu.InterpretGPUParams(detect_races=detect_races))
+
+
+@functools.partial(comparing.quick_jit, static_argnames=("step", "dtype"))
+def quick_steps(x, rest, step=in_the_interpreter, dtype=jnp.float32):
+  return steps(x, rest, step, dtype)
 
 
 by_xla = functools.partial(csympow.step, implementation="xla")
 
 INTERPRETED = [
   Case(T=2, B=2, H=1, groups=2, d=32, dv=32, gate="resets"),
-  Case(T=2, B=1, H=1, d=64, dv=64, dtype="bfloat16", gate="none", rotation="none"),
+  slow(Case(T=2, B=1, H=1, d=64, dv=64, dtype="bfloat16", gate="none", rotation="none")),
   *(
     slow(Case(T=2, B=1, H=1, **sizes, dtype="float16", rotation="fixed"))
     for sizes in ({"d": 32, "dv": 128}, {"d": 128, "dv": 32}, {"d": 128, "dv": 128}, {"d": 64, "dv": 32})
@@ -53,7 +58,8 @@ INTERPRETED = [
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
 def test_the_kernel_is_right_in_the_interpreter_and_race_free(case):
   x, rest = inputs(case)
-  run = jax.jit(lambda x, w: with_gradients(lambda x: steps(x, rest, in_the_interpreter), x, w))
+  step = functools.partial(in_the_interpreter, detect_races=True)
+  run = comparing.quick_jit(lambda x, w: with_gradients(lambda x: steps(x, rest, step), x, w))
   results = jax.tree.map(np.asarray, run(x, cotangents(case)))
   expected = comparing.reference_results(x, rest, cotangents(case))
   assert not interpret_pallas_call.get_races().races_found
@@ -65,8 +71,8 @@ def test_the_kernel_is_right_in_the_interpreter_and_race_free(case):
 
 def test_a_bfloat16_state_is_rounded_once_a_step():
   x, rest = inputs(Case(T=1, B=1, H=1, d=32, dv=64))
-  found = steps(x, rest, in_the_interpreter, jnp.bfloat16)
-  expected = steps(x, rest, by_xla, jnp.bfloat16)
+  found = quick_steps(x, rest, dtype=jnp.bfloat16)
+  expected = quick_steps(x, rest, by_xla, jnp.bfloat16)
   for name in ("S", "Z"):
     assert found[name].dtype == jnp.bfloat16
     assert_close(found[name], expected[name], 2e-4, name)  # where rounding to the nearest hangs on the last bit
@@ -76,23 +82,24 @@ def test_a_bfloat16_state_is_rounded_once_a_step():
 def test_queries_of_any_length_and_none_at_all():
   x, rest = inputs(Case(T=1, B=4, H=1, d=32, dv=32, gate="none"))
   lengths = jnp.array([1e30, 1e-30, 0.0, jnp.nan])[:, None, None, None]
-  y = steps(x | {"q": x["q"] * lengths}, rest, in_the_interpreter)["y"]
-  expected = steps(x, rest, by_xla)["y"]
+  y = quick_steps(x | {"q": x["q"] * lengths}, rest)["y"]
+  expected = quick_steps(x, rest, by_xla)["y"]
   assert_close(y[:2], expected[:2], 1e-5, "y")
   assert not np.any(y[2])
   assert np.all(np.isnan(y[3]))
 
 
+@pytest.mark.slow
 def test_a_scale_of_zero_is_no_query():
   x, rest = inputs(Case(T=1, B=1, H=1, d=32, dv=32))
-  assert not np.any(steps(x, rest | {"scale": 0.0}, in_the_interpreter)["y"])
+  assert not np.any(quick_steps(x, rest | {"scale": 0.0})["y"])
 
 
 def test_vmap_is_more_rows():
   x, rest = inputs(Case(T=1, B=2, H=1, d=32, dv=32))
   split = jax.tree.map(lambda a: a[:, None], x)
-  found = jax.vmap(lambda x: steps(x, rest, in_the_interpreter))(split)
-  expected = steps(x, rest, by_xla)
+  found = jax.vmap(lambda x: quick_steps(x, rest))(split)
+  expected = quick_steps(x, rest, by_xla)
   assert_results_close(jax.tree.map(lambda a: a[:, 0], found), expected, 1e-5)
 
 
@@ -120,7 +127,8 @@ def lowered(function, x):
     {"batch": 64, "groups": 2, "dtype": jnp.float32},
     {"d": 128, "dv": 128, "state_dtype": jnp.bfloat16},
     {"d": 32, "dv": 128, "dtype": jnp.float16},
-    {"d": 64, "dv": 32, "groups": 8},
+    {"d": 64, "dv": 32, "groups": 4},
+    slow({"batch": 64, "groups": 8}),
   ],
 )
 def test_the_kernel_lowers_for_every_shape_and_changes_the_state_in_place(options):
@@ -181,6 +189,10 @@ def test_what_the_kernel_cannot_do_is_refused_in_words():
     csympow.step(q, q, q, state, implementation="cuda")
 
 
+def reference_arguments(x, rest):
+  return {n: x[n] for n in ("log_gate", "beta")} | rest | {"state": csympow.State(*(x[n] for n in STATE))}
+
+
 @gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("groups", [1, 2])
@@ -191,16 +203,12 @@ def test_hundreds_of_steps_are_right_on_the_chip(batch, groups, dtype):
   step = functools.partial(csympow.step, implementation="pallas")
   found = jax.jit(lambda x: steps(x, rest, step, jnp.dtype(dtype)))(x)
   y, state = comparing.reference_prefill(*(x[n] for n in ("q", "k", "v")), **reference_arguments(x, rest))
-  expected = {"y": y, "S": state.S, "Z": state.Z, "phase": state.phase}
-  if dtype == "float32":
-    assert_results_close({name: found.pop(name) for name in STATE}, expected, 1e-5)
-    assert_close(found["y"], expected["y"], 5e-3, "y")
-  else:  # gammas near 0.95 remember some 20 tokens, each with a rounding of 2^-9
-    assert_close(found["y"], expected["y"], 2e-2, "y")
-
-
-def reference_arguments(x, rest):
-  return {n: x[n] for n in ("log_gate", "beta")} | rest | {"state": csympow.State(*(x[n] for n in STATE))}
+  expected = {"y": y, "S": state.S, "Z": state.Z}
+  # Every step rounds the phase to 24 bits, at random, and a bfloat16 state to 8.
+  assert comparing.turns_apart(found["phase"], state.phase) < 5e-6
+  tolerances = {"y": 5e-3, "S": 1e-5, "Z": 1e-5} if dtype == "float32" else {"y": 5e-3, "S": 1e-2, "Z": 1e-2}
+  for name, tolerance in tolerances.items():
+    assert_close(found[name], expected[name], tolerance, name)
 
 
 @gpu
