@@ -122,7 +122,7 @@ def step(
   scale: ArrayLike | None = None,
   implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B Hq dv"], State]:
-  """One token of `attention`: its output, and the state with the token in it."""
+  """One token of `attention`, and the state with it, changed in place if it is a loop's carry or donated to `jit`."""
   shape = _shape(q[:, None], k[:, None], v, power, needs_state=True)
   chosen = implementations.for_step(shape, implementation, cost.platform())
   return _step(q, k, v, state, power, log_gate, beta, rates, scale, chosen)

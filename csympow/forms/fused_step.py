@@ -69,11 +69,12 @@ def _advance(
   indices, weight = multisets(2 * token.k[0].shape[-1], power)
   features = kernel.Features(jnp.asarray(indices, jnp.int32), jnp.asarray(weight, jnp.float32))
   S, Z, gathered = kernel.step(*stored, token, features, interpret=interpret)
-  parts = (gathered.older[:, :, n] for n in range(gathered.older.shape[2]))
-  older = functools.reduce(jnp.add, parts)  # in this order
-  carried, own = without_noise(Sums(older[..., 0, :], older[..., 1, :1])), gathered.own_weight[..., :1]
-  values = token.v.astype(jnp.float32)[:, :, None]
-  return _Stored(S, Z), normalised(Sums(carried.numerator + own * values, carried.denominator + own))
+  # Each column has a normaliser of its own: shapes that are alike make one program.
+  older = (functools.reduce(jnp.add, jnp.moveaxis(x, 2, 0))[..., None] for x in (gathered.older_S, gathered.older_Z))
+  carried, own = without_noise(Sums(*older)), gathered.own_weight[..., :1, None]
+  values = token.v.astype(jnp.float32)[:, :, None, :, None]
+  y = normalised(Sums(carried.numerator + own * values, carried.denominator + own))
+  return _Stored(S, Z), y[..., 0]
 
 
 def _forward(

@@ -46,7 +46,8 @@ class Features(NamedTuple):
 class Gathered(NamedTuple):
   """What queries gather, in units of their largest coordinate to the power p."""
 
-  older: Float[Array, "B H n g 2 dv"]  # by each slice: from S, and from Z for every column
+  older_S: Float[Array, "B H n g dv"]  # by each slice
+  older_Z: Float[Array, "B H n g dv"]  # the same in every column
   own_weight: Float[Array, "B H g rows"]  # of their own token, in every row
 
 
@@ -130,7 +131,7 @@ def _step(
 
   def kernel(*refs):
     q_refs, k_refs, (v_ref, gate_ref, index_ref, weight_ref, S_ref, Z_ref) = refs[:2], refs[2:4], refs[4:10]
-    new_S_ref, new_Z_ref, older_ref, own_ref, S_smem, filled = refs[10:]
+    new_S_ref, new_Z_ref, older_S_ref, older_Z_ref, own_ref, S_smem, filled = refs[10:]
     row, part = (f(lax.axis_index("block"), jnp.int32(slices)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
     begin, end = part * each, jnp.minimum(part * each + each, tiles)
@@ -193,8 +194,8 @@ def _step(
     )
     sums = lax.fori_loop(begin, end, visit, (nothing,) * group)
     for n, (S_sum, Z_sum) in enumerate(sums):
-      older_ref[b, head, part, n, 0] = S_sum.sum(axis=0)
-      older_ref[b, head, part, n, 1] = down(Z_sum, layout, value_dim).sum(axis=0)
+      older_S_ref[b, head, part, n] = S_sum.sum(axis=0)
+      older_Z_ref[b, head, part, n] = down(Z_sum, layout, value_dim).sum(axis=0)
 
     @pl.when(part == 0)
     def meet_own_key():
@@ -213,7 +214,7 @@ def _step(
     out_type=[
       result(S.shape, S.dtype),
       result(Z.shape, Z.dtype),
-      result((batch, heads, slices, group, 2, value_dim), f32),
+      *(result((batch, heads, slices, group, value_dim), f32),) * 2,
       result((batch, heads, group, how.rows), f32),
     ],
     scratch_types=[
