@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jax._src.pallas import mpmd
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
@@ -30,6 +29,7 @@ def kernel_in_place(
 
   XLA copies the operand first where it is still needed afterwards. Not to be used under vmap.
   """
+  from jax._src.pallas import mpmd  # here, so that where it is not found all else still works
 
   def with_scratch(*refs: Any) -> None:
     pl.run_scoped(functools.partial(body, *refs), *scratch_types)

@@ -177,12 +177,12 @@ def _step(
 
       phi_k, phi_q = phi(key), [phi(pair) for pair in queries]
       older_Z = found_Z * kept + found_Z * rest
-      new_Z_ref[b, head, at] = (older_Z + phi_k).astype(Z.dtype)
+      _store(new_Z_ref.at[b, head, at], (older_Z + phi_k).astype(Z.dtype))
       plgpu.barrier_wait(filled.at[n - begin])
       found = plgpu.load(S_smem.at[n - begin], layout=layout, optimized=False).astype(f32)
       older = found * kept + found * rest
       added = down(phi_k, layout, value_dim) * across(value, layout, how.tile)
-      new_S_ref[b, head, at] = (older + added).astype(S.dtype)
+      _store(new_S_ref.at[b, head, at], (older + added).astype(S.dtype))
       return tuple(
         (S_sum + _folded(down(x, layout, value_dim) * older, how.rows), Z_sum + _folded(x * older_Z, how.rows))
         for x, (S_sum, Z_sum) in zip(phi_q, sums, strict=True)
@@ -194,14 +194,14 @@ def _step(
     )
     sums = lax.fori_loop(begin, end, visit, (nothing,) * group)
     for n, (S_sum, Z_sum) in enumerate(sums):
-      older_S_ref[b, head, part, n] = S_sum.sum(axis=0)
-      older_Z_ref[b, head, part, n] = down(Z_sum, layout, value_dim).sum(axis=0)
+      _store(older_S_ref.at[b, head, part, n], S_sum.sum(axis=0))
+      _store(older_Z_ref.at[b, head, part, n], down(Z_sum, layout, value_dim).sum(axis=0))
 
     @pl.when(part == 0)
     def meet_own_key():
       for n, pair in enumerate(queries):
         first, second = (across(x * y, picking, how.rows) for x, y in zip(pair, key, strict=True))
-        own_ref[b, head, n] = (first + second).sum(axis=1) ** power
+        _store(own_ref.at[b, head, n], (first + second).sum(axis=1) ** power)
 
   def padded(x):
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, wide - pairs),))
@@ -228,6 +228,14 @@ def _step(
     name="step",
   )(*operands)
   return S, Z, Gathered(*gathered)
+
+
+def _store(ref: Any, x: Float[Array, "..."]) -> None:
+  """To memory, a few bytes a warp at a time; jax 0.12 wants to be told that this is meant."""
+  if hasattr(plgpu, "store"):
+    plgpu.store(ref, x, optimized=False)
+  else:
+    ref[...] = x
 
 
 def _layout(rows: int, columns: int, lanes: int) -> Any:
