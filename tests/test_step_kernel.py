@@ -21,12 +21,12 @@ gpu = pytest.mark.gpu
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-def steps(x, rest, step, dtype=jnp.float32):
+def steps(x, rest, step, dtype=jnp.float32, power=2):
   """Token by token, from a state of `dtype`; the results of `comparing.call`."""
   arguments = {"log_gate": None, "beta": None, "rates": None, "scale": None} | rest
 
   def token(state, now):
-    y, state = step(state=state, power=2, **(arguments | now))
+    y, state = step(state=state, power=power, **(arguments | now))
     return state, y
 
   state = csympow.State(x["S"].astype(dtype), x["Z"].astype(dtype), x["phase"])
@@ -38,9 +38,9 @@ def in_the_interpreter(detect_races=False, **arguments):
   return fused_step.step(**arguments, interpret=plgpu.InterpretGPUParams(detect_races=detect_races))
 
 
-@functools.partial(comparing.quick_jit, static_argnames=("step", "dtype"))
-def quick_steps(x, rest, step=in_the_interpreter, dtype=jnp.float32):
-  return steps(x, rest, step, dtype)
+@functools.partial(comparing.quick_jit, static_argnames=("step", "dtype", "power"))
+def quick_steps(x, rest, step=in_the_interpreter, dtype=jnp.float32, power=2):
+  return steps(x, rest, step, dtype, power)
 
 
 by_xla = functools.partial(csympow.step, implementation="xla")
@@ -87,6 +87,13 @@ def test_queries_of_any_length_and_none_at_all():
   assert_close(y[:2], expected[:2], 1e-5, "y")
   assert not np.any(y[2])
   assert np.all(np.isnan(y[3]))
+
+
+@pytest.mark.slow
+def test_any_power():
+  x, rest = inputs(Case(T=1, B=1, H=1, d=32, dv=32, power=4))
+  found, expected = (quick_steps(x, rest, step, power=4) for step in (in_the_interpreter, by_xla))
+  assert_results_close(found, expected, 1e-5)
 
 
 @pytest.mark.slow

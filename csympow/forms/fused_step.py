@@ -70,11 +70,18 @@ def _advance(
   features = kernel.Features(jnp.asarray(indices, jnp.int32), jnp.asarray(weight, jnp.float32))
   S, Z, gathered = kernel.step(*stored, token, features, interpret=interpret)
   # Each column has a normaliser of its own: shapes that are alike make one program.
-  older = (functools.reduce(jnp.add, jnp.moveaxis(x, 2, 0))[..., None] for x in (gathered.older_S, gathered.older_Z))
-  carried, own = without_noise(Sums(*older)), gathered.own_weight[..., :1, None]
+  older = Sums(*(_over_slices(x)[..., None] for x in (gathered.older_S, gathered.older_Z)))
+  carried, own = without_noise(older), gathered.own_weight[..., :1, None]
   values = token.v.astype(jnp.float32)[:, :, None, :, None]
   y = normalised(Sums(carried.numerator + own * values, carried.denominator + own))
   return _Stored(S, Z), y[..., 0]
+
+
+def _over_slices(parts: Float[Array, "B H n g dv"]) -> Float[Array, "B H g dv"]:
+  """In a fixed order; one by one, XLA adds a few of them together with what follows."""
+  if parts.shape[2] > kernel.SLICES:
+    return jnp.sum(parts, axis=2)
+  return functools.reduce(jnp.add, (parts[:, :, n] for n in range(parts.shape[2])))
 
 
 def _forward(

@@ -24,6 +24,7 @@ _WARPS, _LANES = 4, 32
 _MOST_REGISTERS = 80  # of a thread, for its part of a tile of the state and of what queries take from it
 _MOST_BYTES = 80 * 1024  # of the state in a block's shared memory
 _BLOCKS = 8 * MULTIPROCESSORS  # enough to keep all busy to the end
+SLICES = 32  # of a head, whose sums are few enough to be added by a program that does something else as well
 _SMALLEST_NORMAL = 2.0**-126
 
 
@@ -117,7 +118,8 @@ def _step(
   wide = max(pairs, lanes)  # every lane has a column at least
   layout, picking = _layout(how.rows, value_dim, lanes), _layout(how.rows, wide, lanes)
   tiles = count // how.tile
-  each = min(_MOST_BYTES // (how.tile * value_dim * S.dtype.itemsize), max(1, batch * heads * tiles // _BLOCKS))
+  wanted = max(1, batch * heads * tiles // _BLOCKS, -(-tiles // SLICES))
+  each = min(wanted, _MOST_BYTES // (how.tile * value_dim * S.dtype.itemsize))  # tiles of a block
   slices = -(-tiles // each)
   f32, rows = jnp.float32, layout.reduce(1)
 
@@ -170,8 +172,8 @@ def _step(
         first, second = (across(x, picking, how.tile) for x in pair)
         product = weight
         for index in indices:
-          wanted = down(index, picking, wide)
-          picked = jnp.where(wanted == column, first, jnp.where(wanted == column + 1, second, 0.0))
+          number = down(index, picking, wide)
+          picked = jnp.where(number == column, first, jnp.where(number == column + 1, second, 0.0))
           product = product * picked.sum(axis=1)
         return product
 
