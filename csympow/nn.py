@@ -311,8 +311,8 @@ class ConformalAttention(nnx.Module):
     elif isinstance(cache, KeyCache):
       y, cache = keys.step(q, k, v, cache, self.power, **self._gating(x))
     else:
-      # Other than for attention: where there is a kernel for that there need be none for a step.
-      how: Literal["xla"] | None = "xla" if self.implementation == "xla" else None
+      # A step need not have a kernel where attention has one, and XLA divides no kernel among devices.
+      how: Literal["xla"] | None = "xla" if self.implementation == "xla" or self.layout is not None else None
       y, cache = csympow.step(q, k, v, cache, power=self.power, **self._gating(x), implementation=how)
     return self.out(y), cache
 
