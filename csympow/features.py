@@ -71,6 +71,15 @@ def pairs(d: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   return table.first, table.rest, table.weight
 
 
+def multisets(d: int, power: int) -> tuple[np.ndarray, np.ndarray]:
+  """Of each feature its indices, (p, D), and its weight."""
+  indices, node = np.empty((power, feature_dim(d, power)), np.int64), np.arange(feature_dim(d, power))
+  for row, size in enumerate(range(power, 0, -1)):
+    table = _multisets(d, size)
+    indices[row], node = table.first[node], table.rest[node]
+  return indices, _multisets(d, power).weight
+
+
 @functools.lru_cache(maxsize=16)
 def _derivative_table(d: int, power: int) -> tuple[np.ndarray, np.ndarray]:
   """For each multiset r of power - 1 indices and each index a: where r + {a} stands, its derivative by x_a over x^r.
@@ -78,14 +87,10 @@ def _derivative_table(d: int, power: int) -> tuple[np.ndarray, np.ndarray]:
   With it the transpose of the feature map is a gather and a sum; the transpose of its own gathers would be a scatter.
   """
   rest_size = feature_dim(d, power - 1)
-  indices = np.empty((feature_dim(d, power), power), np.int64)
-  node = np.arange(len(indices))
-  for column, size in enumerate(range(power, 0, -1)):
-    table = _multisets(d, size)
-    indices[:, column], node = table.first[node], table.rest[node]
+  by_row, weight = multisets(d, power)
+  indices = by_row.T
   position = np.empty((rest_size, d), np.int32)
   coefficient = np.empty((rest_size, d), np.float32)
-  weight = _multisets(d, power).weight
   rank = _ranker(d, power - 1)
   for column in range(power):
     others = rank(np.delete(indices, column, axis=1))

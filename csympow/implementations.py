@@ -6,12 +6,15 @@ import jax
 from jax.typing import DTypeLike
 
 from csympow import cost
+from kernels_pallas.gpu import step
 from kernels_pallas.gpu.tiles import FRAME, STATE_WIDTH, TILE
 from kernels_pallas.tpu.shifts import LANES, largest_chunk
 
 _WIDTHS = (32, 64, 128)
 _TPU_WIDTHS = (64, 128)
 _DTYPES = ("bfloat16", "float16")
+_MOST_QUERIES, _MOST_FEATURES = 8, 65_536  # of a step: registers, and a table in memory
+_OTHER_GPU = "has kernels for NVIDIA Hopper GPUs (compute capability 9.0), and this is another"
 
 
 def allowed(
@@ -33,6 +36,29 @@ def allowed(
       raise NotImplementedError(f"implementation='pallas' {why}; implementation='xla' or None runs everywhere")
     return {"pallas": served}
   return {"xla": wanted, "pallas": served} if served else {"xla": wanted}
+
+
+def for_step(shape: cost.Shape, asked: str | None, device: str) -> cost.Implementation:
+  """What a step is done by; an asked implementation that cannot be had raises NotImplementedError."""
+  refusal = _why_no_step_kernel(shape, device)
+  if asked == "pallas" and refusal:
+    raise NotImplementedError(f"implementation='pallas' {refusal}; implementation='xla' or None runs everywhere")
+  return "xla" if asked == "xla" or refusal else "pallas"
+
+
+def _why_no_step_kernel(shape: cost.Shape, device: str) -> str | None:
+  if device != "gpu":
+    return f"has a kernel for steps on NVIDIA Hopper GPUs, and this call is for a {device}"
+  wide = (shape.head_dim, shape.value_dim)
+  if not set(wide) <= set(_WIDTHS):
+    return f"has kernels for head dims d and dv of 32, 64 and 128, got d={wide[0]} and dv={wide[1]}"
+  if shape.query_heads > _MOST_QUERIES * shape.heads:
+    group = shape.query_heads // shape.heads
+    return f"has a kernel for steps of at most {_MOST_QUERIES} queries for each key, got {group}"
+  if shape.features > _MOST_FEATURES or step.tiling(shape.features, shape.value_dim) is None:
+    fits = f"at most {_MOST_FEATURES:,} features, a multiple of 4"
+    return f"has a kernel for steps with {fits}, got D={shape.features:,} (d={wide[0]}, power={shape.power})"
+  return None if _hopper() else _OTHER_GPU
 
 
 def _why_no_kernel(
@@ -62,9 +88,7 @@ def _why_no_kernel(
       return f"has kernels for form='chunked' with d and dv at most {STATE_WIDTH}, got d={wide[0]} and dv={wide[1]}"
     if chunk_size is not None and chunk_size % FRAME:
       return f"has kernels for form='chunked' with a chunk_size of whole {FRAME}s, got chunk_size={chunk_size}"
-  if not _hopper():
-    return "has kernels for NVIDIA Hopper GPUs (compute capability 9.0), and this is another"
-  return None
+  return None if _hopper() else _OTHER_GPU
 
 
 def _why_none_on_tpu(shape: cost.Shape, form: cost.Form, chunk_size: int | None) -> str | None:

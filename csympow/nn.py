@@ -18,7 +18,7 @@ import functools
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -311,7 +311,9 @@ class ConformalAttention(nnx.Module):
     elif isinstance(cache, KeyCache):
       y, cache = keys.step(q, k, v, cache, self.power, **self._gating(x))
     else:
-      y, cache = csympow.step(q, k, v, cache, power=self.power, **self._gating(x))
+      # A step need not have a kernel where attention has one, and XLA divides no kernel among devices.
+      how: Literal["xla"] | None = "xla" if self.implementation == "xla" or self.layout is not None else None
+      y, cache = csympow.step(q, k, v, cache, power=self.power, **self._gating(x), implementation=how)
     return self.out(y), cache
 
   def _rates(self) -> Float[Array, "r"]:

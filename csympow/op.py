@@ -14,7 +14,7 @@ from csympow import cost, implementations, rotation, validation
 from csympow.checks import validated
 from csympow.cost import Implementation
 from csympow.features import feature_dim
-from csympow.forms import carried, chunked, fused, fused_chunked, near, recurrent
+from csympow.forms import carried, chunked, fused, fused_chunked, fused_step, near, recurrent
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.gates import effective_log_gate
@@ -120,12 +120,15 @@ def step(
   beta: Float[Array, "B H"] | None = None,
   rates: Float[Array, "r"] | None = None,
   scale: ArrayLike | None = None,
+  implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B Hq dv"], State]:
-  """One token of `attention`: its output, and the state with the token in it."""
-  return _step(q, k, v, state, power, log_gate, beta, rates, scale)
+  """One token of `attention`, and the state with it, changed in place if it is a loop's carry or donated to `jit`."""
+  shape = _shape(q[:, None], k[:, None], v, power, needs_state=True)
+  chosen = implementations.for_step(shape, implementation, cost.platform())
+  return _step(q, k, v, state, power, log_gate, beta, rates, scale, chosen)
 
 
-@functools.partial(jax.jit, static_argnames="power", inline=True)
+@functools.partial(jax.jit, static_argnames=("power", "implementation"), inline=True)
 def _step(
   q: Array,
   k: Array,
@@ -136,7 +139,11 @@ def _step(
   beta: Array | None,
   rates: Array | None,
   scale: ArrayLike | None,
+  implementation: Implementation,
 ) -> tuple[Array, State]:
+  if implementation == "pallas":
+    q, k, v, state, log_gate, beta, rates = _equally_varying((q, k, v, state, log_gate, beta, rates))
+    return fused_step.step(q, k, v, state, power, log_gate, beta, rates, scale)
   log_gate, beta = (x if x is None else x[:, None] for x in (log_gate, beta))
   x = _prepare(q[:, None], k[:, None], v[:, None], log_gate, beta, rates, None, scale, state)
   assert x.memory is not None

@@ -39,12 +39,21 @@ def rotary_rates(head_dim: int, max_length: int) -> Float[Array, "r"]:
 
 def rotate(x: Float[Array, "*lead d"], turns: Float[Array, "*#lead r"]) -> Float[Array, "*lead d"]:
   """R(phase) x: each pair of adjacent coordinates turned by its own phase, computed in float32."""
-  angle = 2 * jnp.pi * turns
-  cos, sin = jnp.cos(angle), jnp.sin(angle)
+  turned = jnp.stack(rotated_pairs(x, turns), axis=-1)
+  return turned.reshape(x.shape).astype(x.dtype)
+
+
+def rotated_pairs(
+  x: Float[Array, "*lead d"], turns: Float[Array, "*#lead r"] | None
+) -> tuple[Float[Array, "*lead r"], Float[Array, "*lead r"]]:
+  """The first and the second coordinates of all pairs of R(phase) x, in float32; of x where there are no turns."""
   x32 = x.astype(jnp.float32)
   even, odd = x32[..., 0::2], x32[..., 1::2]
-  turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-  return turned.reshape(x.shape).astype(x.dtype)
+  if turns is None:
+    return even, odd
+  angle = 2 * jnp.pi * turns
+  cos, sin = jnp.cos(angle), jnp.sin(angle)
+  return even * cos - odd * sin, even * sin + odd * cos
 
 
 def phases(

@@ -36,6 +36,7 @@ def check_sequence(given: Mapping[str, Any]) -> None:
 def check_token(given: Mapping[str, Any]) -> None:
   """Arguments of `step`."""
   _check_tensors(given, ("B",))
+  check_implementation(given["implementation"])
   _check_state(given)
 
 
