@@ -339,7 +339,8 @@ def test_the_report_leaves_out_what_was_not_run_and_says_so_in_one_line(tmp_path
   assert "| sympow | - | - | - | - | - |\n" in past, "one run of those that were compared is a dash"
   assert past.endswith("\n\np=4, trained at 16,384: not evaluated yet.")
   assert "position 0" not in past
-  assert [axes.get_title() for axes in figures.training(study, kept).axes] == ["p = 2"], "there is no point at p=4"
+  titles = [axes.get_title() for axes in figures.training(study, kept).axes]
+  assert titles == ["p = 2, without sympow, sympow+gating"], "there is no point at p=4"
   assert [axes.get_title() for axes in figures.past_context(study, kept).axes] == ["p = 2, trained at 4,096"]
 
 
