@@ -78,6 +78,23 @@ def test_texts_are_read_at_once_where_a_kernel_attends_to_all_of_them_and_memory
   assert not streaming.shape_for(exact, 65_536, 16).at_once, "kernels are for 16 bits"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("variant", "power"), [("conformal", 4), ("sympow", 4), ("softmax", 2)])
+def test_kernels_give_the_losses_that_are_streamed(variant, power):
+  shape = SHAPE | {"d_model": 128, "head_dim": 64}
+  model = Transformer(ModelConfig(**shape, variant=variant, power=power), rngs=nnx.Rngs(0))
+  windows = windows_of(4096, 2)
+  tokens, targets = (np.stack([windows[i][part] for i in range(2)]) for part in (0, 1))
+  streamed, whole = caches.shape_for(model, 4096, 2), streaming.shape_for(model, 4096, 2)
+  assert whole.at_once
+  for read in (4096, 600):
+    parts = (model, tokens[:, -read:], targets[:, -read:])
+    expected = np.concatenate([losses for _, losses in streaming.stream(*parts, streamed)], axis=1)
+    ((_, found),) = streaming.stream(*parts, whole)
+    np.testing.assert_allclose(found, expected, atol=0.03)  # of bfloat16 activations
+    np.testing.assert_allclose(found.mean(), expected.mean(), atol=1e-3)
+
+
 def test_a_curve_averages_documents_by_powers_of_two(tmp_path):
   losses = np.stack([np.arange(1.0, 9.0), np.arange(3.0, 11.0)])
   losses[:, 7] = np.nan  # nothing to predict
