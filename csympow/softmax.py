@@ -12,12 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
+from csympow import cost
 from csympow.rotation import phases, rotate
 from csympow.segments import find_runs
 
 # Scores of a head below which XLA's attention is the faster: on an H200, forward and backward of 8 rows and 12 heads of
 # 64 took XLA 47 us and cuDNN 152 us at T=128, 104 and 114 at 256, 356 and 130 at 512.
 _CUDNN_MIN_SCORES = 256 * 256
+
+type _Shaped = Array | jax.ShapeDtypeStruct
 
 
 class KVCache(NamedTuple):
@@ -154,7 +157,13 @@ def _dot_product(
   return y
 
 
-def _traces(attend: Callable[[Array, Array, Array], Array], q: Array, k: Array, v: Array) -> bool:
+def has_kernel(q: _Shaped, k: _Shaped, v: _Shaped) -> bool:
+  """Whether `attention` over whole sequences of these is cuDNN's where it runs, and takes no memory for scores."""
+  causal = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+  return cost.platform() == "gpu" and _traces(causal, q, k, v)
+
+
+def _traces(attend: Callable[[Array, Array, Array], Array], q: _Shaped, k: _Shaped, v: _Shaped) -> bool:
   """Whether cuDNN takes these: what it does not support, or not being installed, it says while tracing."""
 
   def both_passes(q: Array, k: Array, v: Array) -> tuple[Array, ...]:

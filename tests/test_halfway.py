@@ -55,7 +55,7 @@ class CutOff(Progress):
 def often(monkeypatch):
   """Small pieces, after each of which the pass is kept."""
   monkeypatch.setattr(caches, "PIECE", 8)
-  monkeypatch.setattr(caches, "_TOKENS_AT_ONCE", 80)  # two groups: of two texts and of one
+  monkeypatch.setattr(caches, "TOKENS_AT_ONCE", 80)  # two groups: of two texts and of one
   monkeypatch.setattr(halfway, "_SECONDS", 0.0)
   monkeypatch.setattr(halfway, "_SHARE", 1e9)
 

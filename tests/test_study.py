@@ -3,12 +3,15 @@
 import csv
 import dataclasses
 import json
+import math
 import re
+import shutil
 
 import numpy as np
 import pytest
 
 from csympow import overrides
+from csympow.command import EXIT_DONE, EXIT_NOT_FINITE, EXIT_STOPPED
 from csympow.config import ConfigError, to_dict
 from csympow.data.tokenizer import find_tokenizer
 from csympow.evaluate import results
@@ -16,6 +19,8 @@ from csympow.study import figures, paper, plan, program, records, report, tables
 from csympow.study.config import GATED, StudyConfig
 from csympow.study.prepare import ROW_LENGTH, choose
 from csympow.study.workers import Workers, done
+from csympow.study.workers import kept as kept_of
+from csympow.train.checkpoint import MANIFEST
 from csympow.train.stop import Stop
 from tests import running
 from tests.preparing import prose, succeed, write
@@ -68,6 +73,16 @@ CHOICE = {"conformal": plan.Settings(1e-2, 0.0)}
 def keep(out, run, losses, *, outcome="done", heldout=2.0, evaluated=None, seconds=10.0, step_s=0.1):
   """Keeps a run that nobody trained, with these training losses."""
   workdir = out / ".fabricated" / run.name
+  fabricate(workdir, run, losses, heldout=heldout, step_s=step_s)
+  if evaluated is not None:
+    fabricate_evaluation(workdir, evaluated)
+  told = {"name": run.name, "kind": run.kind, "outcome": outcome, "evaluated": evaluated is not None, "device": "chip"}
+  told |= {"workers": 2, "train_seconds": seconds, "evaluate_seconds": 3.0 if evaluated else 0.0}
+  return records.save(out, run.name, workdir, None if evaluated is None else workdir, told)
+
+
+def fabricate(workdir, run, losses, *, heldout=2.0, step_s=0.1):
+  """What train.py leaves."""
   workdir.mkdir(parents=True)
   (workdir / "config.json").write_text(json.dumps({"config": to_dict(run.config), "data": "x"}))
   lines = [{"step": n, "loss": loss, "grad_norm": 1.0, "step_s": step_s} for n, loss in enumerate(losses, 1)]
@@ -75,20 +90,34 @@ def keep(out, run, losses, *, outcome="done", heldout=2.0, evaluated=None, secon
   if run.config.model.variant in GATED:
     lines[-1]["gates"] = {"memory_median": 2.0, "memory_max": 3000.0, "memory_by_head": [[2.0]]}
   (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-  if evaluated is not None:
-    with (workdir / "context.csv").open("w", newline="") as file:
-      writer = csv.DictWriter(
-        file, ["measure", "first", "context", "loss", "standard_error", "stretches", "state_bytes"]
-      )
-      writer.writeheader()
-      for measure in ("position", "window"):
-        for context, loss in evaluated.items():
-          row = {"measure": measure, "first": 1, "context": context, "loss": loss, "standard_error": 0.01}
-          writer.writerow(row | {"stretches": 35, "state_bytes": 2**20})
-  told = {"name": run.name, "kind": run.kind, "outcome": outcome, "evaluated": evaluated is not None, "device": "chip"}
-  told |= {"workers": 2, "train_seconds": seconds, "evaluate_seconds": 3.0 if evaluated else 0.0}
-  records.save(out, run.name, workdir, None if evaluated is None else workdir, told)
-  return records.load(out, run.name)
+  checkpoint = workdir / "checkpoints" / str(len(losses))
+  checkpoint.mkdir(parents=True)
+  (checkpoint / MANIFEST).write_text("{}")
+
+
+def fabricate_evaluation(directory, by_context):
+  """What eval.py leaves."""
+  directory.mkdir(exist_ok=True)
+  with (directory / "context.csv").open("w", newline="") as file:
+    writer = csv.DictWriter(file, ["measure", "first", "context", "loss", "standard_error", "stretches", "state_bytes"])
+    writer.writeheader()
+    for measure in ("position", "window"):
+      for context, loss in by_context.items():
+        row = {"measure": measure, "first": 1, "context": context, "loss": loss, "standard_error": 0.01}
+        writer.writerow(row | {"stretches": 35, "state_bytes": 2**20})
+
+
+class Scripted(Workers):
+  """Workers whose train.py and eval.py are these functions of the workdir, which return exit codes."""
+
+  def __init__(self, tmp_path, study, **programs):
+    super().__init__(study, tmp_path, tmp_path / "runs", tmp_path, 1, 1e6, Stop())
+    self._programs = programs
+
+  def _process(self, run, command, seconds):
+    self._log(run).parent.mkdir(parents=True, exist_ok=True)
+    self._log(run).write_text("")
+    return self._programs[command[0].removesuffix(".py")](self._workdir(run))
 
 
 def test_the_grid_is_the_papers_and_its_runs_differ_in_nothing_but_what_is_compared():
@@ -169,6 +198,80 @@ def test_a_run_counts_as_done_only_with_its_evaluation_and_as_it_is_now(tmp_path
     done(tmp_path, other)
 
 
+def test_what_is_trained_is_kept_before_it_is_evaluated_and_until_another_is_trained(tmp_path, tiny, capsys):
+  run = plan.grid(tiny, CHOICE)[0]
+  plan.write_choice(tmp_path, CHOICE)
+
+  def training(losses):
+    return lambda workdir: fabricate(workdir, run, losses) or EXIT_DONE
+
+  def evaluation(workdir):
+    fabricate_evaluation(workdir / "evaluation", {16: 3.5, 32: 3.25, 64: 3.5})
+    return EXIT_DONE
+
+  def interrupted(workdir):
+    return EXIT_STOPPED
+
+  def listed():
+    paths = {"config": "study.py", "out": "", "workdirs": "runs"}
+    command = [*(f"--{name}={tmp_path / path}" for name, path in paths.items()), f"--only={run.name}", "--list"]
+    capsys.readouterr()
+    assert program._run(command, Stop()) == 0
+    return capsys.readouterr().out.splitlines()[0]
+
+  Scripted(tmp_path, tiny, train=training([3.0] * 20), eval=interrupted).perform([run])
+  assert "of its evaluation; its training is kept" in capsys.readouterr().out
+  assert done(tmp_path, run) is None
+  first = {path: path.read_bytes() for path in tmp_path.glob("p2_32*")}
+  kept = records.load_all(tmp_path)
+  assert "| conformal | 3.000 |" in tables.training(tiny, kept)
+  assert figures.training(tiny, kept) is not None
+  assert tables.past_context(tiny, kept) == "p=2, trained at 32: not evaluated yet."
+  assert "trained: loss 3.0000, held-out 2.0000" in listed()
+  assert listed().endswith(f"; not evaluated: its model lies in {tmp_path}/runs/p2_32_conformal")
+
+  # On another machine, which has no workdir.
+  (tmp_path / "runs").rename(tmp_path / "elsewhere")
+  assert listed().endswith("p2_32_conformal, and is trained again for it")
+  Scripted(tmp_path, tiny, train=interrupted).perform([run])
+  assert {path: path.read_bytes() for path in tmp_path.glob("p2_32*")} == first
+  Scripted(tmp_path, tiny, train=training([2.0] * 20), eval=interrupted).perform([run])
+  assert records.load(tmp_path, run.name).final_loss.mean == 2.0
+  assert done(tmp_path, run) is None
+
+  # Back where the first was trained: what is kept is of the second, and the evaluation must be of what is kept.
+  shutil.rmtree(tmp_path / "runs" / run.name)
+  (tmp_path / "elsewhere" / run.name).rename(tmp_path / "runs" / run.name)
+  assert listed().endswith("and is trained again for it")
+  Scripted(tmp_path, tiny, train=lambda workdir: EXIT_DONE, eval=interrupted).perform([run])
+  kept = records.load(tmp_path, run.name)
+  Scripted(tmp_path, tiny, eval=evaluation).perform([run])  # which would fail if it trained
+  found = done(tmp_path, run)
+  assert found.losses == kept.losses == [3.0] * 20
+  assert found.summary["train_seconds"] == kept.summary["train_seconds"]
+  assert max(tables.measured(found, "position")) == 64
+  assert "done: loss 3.0000" in listed()
+
+
+def test_a_model_that_breaks_past_its_training_context_is_evaluated(tmp_path, tiny):
+  run = plan.grid(tiny, CHOICE)[0]
+
+  def evaluation(workdir):
+    fabricate_evaluation(workdir / "evaluation", {16: 3.5, 32: 3.25, 64: math.inf})
+    return EXIT_NOT_FINITE
+
+  workers = Scripted(tmp_path, tiny, train=lambda w: fabricate(w, run, [3.0] * 20) or EXIT_DONE, eval=evaluation)
+  workers.perform([run])
+  assert not workers.failed
+  found = done(tmp_path, run)
+  assert not found.diverged, "its training did not"
+  assert found.final_loss.mean == 3.0
+  assert "| conformal | 3.250 ± 0.010 | diverged | 3.250 ± 0.010 | diverged | 1 MiB |" in tables.past_context(
+    tiny, [found]
+  )
+  assert results.png(figures.past_context(tiny, [found])).startswith(b"\x89PNG")
+
+
 def test_a_run_is_expected_to_take_what_its_neighbours_took(tmp_path, tiny):
   run, other = plan.grid(tiny, CHOICE)
   workers = Workers(tiny, tmp_path, tmp_path / "runs", tmp_path, 1, 1e6, Stop())
@@ -218,7 +321,7 @@ def test_the_report_leaves_out_what_was_not_run_and_says_so_in_one_line(tmp_path
   keep(tmp_path, runs["softmax_4096"], [4.0] * 20, evaluated=curve)
   kept = records.load_all(tmp_path)
   assert tables.training(study, kept) == "p=2: not run yet.\n\np=4: not run yet.", "softmax has no power"
-  unevaluated = "p=2, trained at 4,096: not run yet.\n\np=4, trained at 16,384: not run yet."
+  unevaluated = "p=2, trained at 4,096: not evaluated yet.\n\np=4, trained at 16,384: not evaluated yet."
   assert tables.past_context(study, kept) == unevaluated
   assert tables.window(study, kept) == tables.sweep(study, kept) == "Not run yet."
   for draw in (figures.training, figures.past_context, figures.clock):
@@ -234,9 +337,10 @@ def test_the_report_leaves_out_what_was_not_run_and_says_so_in_one_line(tmp_path
     assert "| p=4 | 1,024 |\n" in told, "a run that diverged was run"
   past = tables.past_context(study, kept)
   assert "| sympow | - | - | - | - | - |\n" in past, "one run of those that were compared is a dash"
-  assert past.endswith("\n\np=4, trained at 16,384: not run yet.")
+  assert past.endswith("\n\np=4, trained at 16,384: not evaluated yet.")
   assert "position 0" not in past
-  assert [axes.get_title() for axes in figures.training(study, kept).axes] == ["p = 2"], "there is no point at p=4"
+  titles = [axes.get_title() for axes in figures.training(study, kept).axes]
+  assert titles == ["p = 2, without sympow, sympow+gating"], "there is no point at p=4"
   assert [axes.get_title() for axes in figures.past_context(study, kept).axes] == ["p = 2, trained at 4,096"]
 
 
@@ -247,7 +351,7 @@ def test_what_the_repository_keeps_can_be_gone_on_from_and_is_what_its_report_sh
   assert not tokens
   choice = plan.read_choice(study, running.ROOT / "docs/study")
   runs = [*plan.sweep(study), *plan.grid(study, choice), *plan.timed(study)]
-  found = [done(running.ROOT / "docs/study", run) for run in runs]
+  found = [kept_of(running.ROOT / "docs/study", run) for run in runs]
   assert {record.name for record in found if record} == {record.name for record in kept}
   text = (running.ROOT / "docs/results.md").read_text()
   for name, (_, make) in report._PARTS.items():

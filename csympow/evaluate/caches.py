@@ -13,7 +13,7 @@ from csympow.train.metrics import size
 
 PIECE = 512  # tokens of a text that enter the cache at once
 _ROWS = 64  # texts side by side, at most
-_TOKENS_AT_ONCE = 2**18  # of their whole length, so that none is long on its way
+TOKENS_AT_ONCE = 2**18  # of their whole length, so that none is long on its way
 _CACHE_BYTES = 4 * 2**30  # that their caches may take
 _SCORE_BYTES = 2**30  # that the scores of one piece may take, where keys are kept
 _SLOTS_OF_SCORES = 2**20  # scores of a row and head that `csympow.keys` makes at once
@@ -27,12 +27,14 @@ class Shape(NamedTuple):
     piece: tokens of each that enter at once.
     slots: of a cache of keys and values.
     keep_keys: whether keys and values are kept though the model has a state: they are the fewer bytes.
+    at_once: whether texts are read without a cache, all their tokens at once.
   """
 
   rows: int
   piece: int
   slots: int
   keep_keys: bool
+  at_once: bool = False
 
 
 def shape_for(model: Transformer, length: int, texts: int, more: int = 0) -> Shape:
@@ -43,7 +45,7 @@ def shape_for(model: Transformer, length: int, texts: int, more: int = 0) -> Sha
     piece //= 2
   slots = -(-length // piece) * piece + more
   keep_keys = not softmax and slots < model.layers.attention.tokens_of_a_state
-  fitting = [_ROWS, _TOKENS_AT_ONCE // length, _CACHE_BYTES // cache_bytes(model, slots, keep_keys=keep_keys)]
+  fitting = [_ROWS, TOKENS_AT_ONCE // length, _CACHE_BYTES // cache_bytes(model, slots, keep_keys=keep_keys)]
   if softmax or keep_keys:
     scores = piece * slots if softmax else min(piece * slots, _SLOTS_OF_SCORES)
     fitting.append(_SCORE_BYTES // (4 * heads * scores))

@@ -14,11 +14,11 @@ from jaxtyping import Float, Int
 from csympow.command import NotFiniteError
 from csympow.data.progress import Progress
 from csympow.evaluate import context_report, curves, stretches
-from csympow.evaluate.caches import Shape, shape_for
+from csympow.evaluate.caches import Shape
 from csympow.evaluate.halfway import HalfWay
 from csympow.evaluate.kept import Kept, digest
 from csympow.evaluate.runs import Run, open_runs
-from csympow.evaluate.streaming import stream
+from csympow.evaluate.streaming import shape_for, stream
 from csympow.evaluate.stretches import Stretches
 
 

@@ -33,19 +33,22 @@ def training(study: StudyConfig, kept: Sequence[Record]) -> "Figure | None":
   shown = {power: contexts for power in study.powers if (contexts := contexts_run(study, ended, power))}
   if not shown:
     return None
-  figure, panels = _panels(len(shown))
+  figure, panels = _panels(len(shown), sharey=True)
   for axes, (power, contexts) in zip(panels, shown.items(), strict=True):
+    absent = []
     for variant in study.variants:
       found = {context: of_grid(ended, power, context, variant) for context in contexts}
-      _line(axes, {context: record.final_loss for context, record in found.items() if record}, variant)
+      points = {context: record.final_loss for context, record in found.items() if record}
+      _line(axes, points, variant)
+      absent += [] if points else [variant]
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
     axes.set_xlim(contexts[0] / 1.3, contexts[-1] * 1.3)
     axes.minorticks_off()
-    axes.set_title(f"p = {power}", fontsize=11)
+    axes.set_title(f"p = {power}{', without ' * bool(absent)}{', '.join(absent)}", fontsize=11)
     axes.set_xlabel("training context (tokens)")
-    axes.set_ylabel("final training loss (nats per token)")
     axes.grid(alpha=0.3)
+  panels[0].set_ylabel("final training loss (nats per token)")
   _legend(figure, panels)
   return figure
 
@@ -114,11 +117,11 @@ def clock(study: StudyConfig, kept: Sequence[Record]) -> "Figure | None":
   return figure
 
 
-def _panels(count: int) -> tuple["Figure", list[Any]]:
+def _panels(count: int, *, sharey: bool = False) -> tuple["Figure", list[Any]]:
   """A figure of panels side by side."""
   width, height = _PANEL
   figure = results.new_figure(width * count, height)
-  return figure, list(figure.subplots(1, count, squeeze=False)[0])
+  return figure, list(figure.subplots(1, count, squeeze=False, sharey=sharey)[0])
 
 
 def _line(axes: Any, points: dict[int, Mean], variant: str) -> None:

@@ -15,7 +15,8 @@ from csympow.config import ConfigError
 from csympow.study import plan, records
 from csympow.study.config import StudyConfig
 from csympow.study.plan import Run
-from csympow.study.workers import Workers, describe, done
+from csympow.study.records import Record
+from csympow.study.workers import Workers, describe, done, has_model, kept, unevaluated
 from csympow.train.stop import Stop
 
 
@@ -98,13 +99,25 @@ def _list(study: StudyConfig, options: argparse.Namespace) -> int:
   choice = plan.read_choice(study, options.out)
   shown = choice or dict.fromkeys(study.variants, plan.Settings(study.rates[0], study.offsets[0]))
   for run in _selected(options, [*plan.sweep(study), *plan.grid(study, shown), *plan.timed(study)]):
-    record = records.load(options.out, run.name) if choice is None else done(options.out, run)
-    due = f"{run.seconds:,.0f} s" if run.seconds else f"{run.tokens:,} tokens"
-    wanted = f"{due} at {run.config.context:,}{', then evaluated' if run.evaluated else ''}"
-    print(f"{run.name:<34} {wanted if record is None else 'done: ' + describe(record)}")
+    # Until the sweep has chosen, the settings of the grid are not those that it was run with.
+    record = records.load(options.out, run.name) if choice is None else kept(options.out, run)
+    print(f"{run.name:<34} {_stands(run, record, options)}")
   if choice is not None:
     print("\n".join(f"{variant}: rate {s.rate:g}, offset {s.offset:g}" for variant, s in choice.items()))
   return EXIT_DONE
+
+
+def _stands(run: Run, record: Record | None, options: argparse.Namespace) -> str:
+  """What is done of a run, and what is not."""
+  if record is None:
+    due = f"{run.seconds:,.0f} s" if run.seconds else f"{run.tokens:,} tokens"
+    return f"{due} at {run.config.context:,}{', then evaluated' if run.evaluated else ''}"
+  if not unevaluated(run, record):
+    return f"done: {describe(record)}"
+  workdir = options.workdirs / run.name
+  here = has_model(options.out, workdir, run)
+  missing = f"its model lies in {workdir}" if here else f"its model is not in {workdir}, and is trained again for it"
+  return f"trained: {describe(record)}; not evaluated: {missing}"
 
 
 def _perform(study: StudyConfig, options: argparse.Namespace, stop: Stop) -> int:

@@ -2,7 +2,7 @@
 
 NAME.csv            a line a step
 NAME_context.csv    losses by position and context, where its model was evaluated
-NAME.json           the rest, written last: without it the run counts as not done
+NAME.json           the rest, written last: without it nothing is kept
 """
 
 import csv
@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ class Mean(NamedTuple):
 
 
 class Record(NamedTuple):
-  """A run that is done.
+  """A run whose training has ended.
 
   Attributes:
     name: of the run.
@@ -119,20 +120,15 @@ def mean(values: list[float]) -> Mean:
 
 def training_seconds(workdir: Path) -> float:
   """How long the steps of a run under way have taken, compilation and reports not counted."""
-  path = workdir / "metrics.jsonl"
-  records = read(path) if path.exists() else []
+  records = _metrics(workdir)
   gaps = zip(records, [0, *(record["step"] for record in records)], strict=False)
   return float(sum(record["step_s"] * (record["step"] - before) for record, before in gaps))
 
 
-def save(out: Path, name: str, workdir: Path, evaluation: Path | None, told: dict[str, Any]) -> None:
-  """Keeps a run that has ended in its workdir, and the evaluation of its model if one was due."""
-  records = read(workdir / "metrics.jsonl") if (workdir / "metrics.jsonl").exists() else []
-  text = io.StringIO()
-  writer = csv.writer(text, lineterminator="\n")
-  writer.writerow(_COLUMNS)
-  writer.writerows([_cell(record.get(column)) for column in _COLUMNS] for record in records)
-  replace_file(out / f"{name}.csv", text.getvalue().encode())
+def save(out: Path, name: str, workdir: Path, evaluation: Path | None, told: dict[str, Any]) -> Record:
+  """Keeps a run whose training has ended in its workdir, and the evaluation of its model if there is one."""
+  records = _metrics(workdir)
+  replace_file(out / f"{name}.csv", _lines(records))
   if evaluation is not None:
     shutil.copyfile(evaluation / "context.csv", out / f"{name}_context.csv")
   config = json.loads((workdir / "config.json").read_text())["config"]
@@ -143,10 +139,18 @@ def save(out: Path, name: str, workdir: Path, evaluation: Path | None, told: dic
     "config": config,
   }
   replace_file(out / f"{name}.json", (json.dumps(finite(summary), indent=1) + "\n").encode())
+  record = load(out, name)
+  assert record is not None
+  return record
+
+
+def kept_from(out: Path, name: str, workdir: Path) -> bool:
+  """Whether what is kept of a run was trained in this workdir, and not in one that is gone."""
+  return (out / f"{name}.csv").read_bytes() == _lines(_metrics(workdir))
 
 
 def load(out: Path, name: str) -> Record | None:
-  """A run that is done, or None."""
+  """What is kept of a run, or None."""
   try:
     if not (out / f"{name}.json").exists():
       return None
@@ -164,9 +168,23 @@ def load(out: Path, name: str) -> Record | None:
 
 
 def load_all(out: Path) -> list[Record]:
-  """Every run that is done."""
+  """What is kept of all runs."""
   names = [path.stem for path in sorted(out.glob("*.json")) if path.with_suffix(".csv").exists()]
   return [record for record in (load(out, name) for name in names) if record is not None]
+
+
+def _metrics(workdir: Path) -> list[dict[str, Any]]:
+  path = workdir / "metrics.jsonl"
+  return read(path) if path.exists() else []
+
+
+def _lines(metrics: Sequence[dict[str, Any]]) -> bytes:
+  """NAME.csv."""
+  text = io.StringIO()
+  writer = csv.writer(text, lineterminator="\n")
+  writer.writerow(_COLUMNS)
+  writer.writerows([_cell(record.get(column)) for column in _COLUMNS] for record in metrics)
+  return text.getvalue().encode()
 
 
 def _cell(value: int | float | None) -> str:

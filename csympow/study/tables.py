@@ -1,6 +1,6 @@
-"""The study's tables, in Markdown, each from the runs that are done.
+"""The study's tables, in Markdown, each from the runs that are kept.
 
-A power or context of which no run is done has no column: one line says so. A single run that is not done is a dash.
+A power or context of which no run is kept has no column: one line says so. A single run that is not there is a dash.
 """
 
 import math
@@ -72,7 +72,7 @@ def past_context(study: StudyConfig, kept: Sequence[Record]) -> str:
       rows.append([variant, *(_mean(end) for end in ends), _state(record, longest), *paper_cell])
     parts.append(_markdown(head, rows))
   parts += [
-    f"p={p}, trained at {context:,}: not run yet." for p, context in study.evaluated if (p, context) not in shown
+    f"p={p}, trained at {context:,}: not evaluated yet." for p, context in study.evaluated if (p, context) not in shown
   ]
   return "\n\n".join(parts)
 

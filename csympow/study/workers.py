@@ -2,6 +2,10 @@
 
 While one run compiles, others train: at this size compiling takes as long. What would not end before the budget does is
 not begun; what is under way when it ends is told to stop, saves, and goes on from there if its workdir is still there.
+
+A run is kept as soon as its training has ended, and anew once its model has been evaluated, where that is due. Until
+then it is not done: the next call evaluates the model if the workdir still has it. If not, the model is trained again,
+and what is kept of the first stays until the second has been trained too.
 """
 
 import concurrent.futures
@@ -23,6 +27,7 @@ from csympow.study import records
 from csympow.study.config import StudyConfig
 from csympow.study.plan import Run
 from csympow.study.records import Record
+from csympow.train.checkpoint import finished_steps
 from csympow.train.stop import Stop
 
 _GRACE = 20.0  # seconds before the end of the budget at which runs are told to stop, so that they can save
@@ -67,51 +72,61 @@ class Workers:
       if not self._stop.requested:
         self.say(f"{run.name}: not begun, it takes about {expected:.0f} s and {max(0.0, self.left):.0f} s are left")
       return
-    self.say(f"{run.name}: {'going on' if self._workdir(run).exists() else 'begins'}")
-    began = time.monotonic()
-    outcome = self._train(run)
-    trained = time.monotonic() - began
-    if outcome == "done" and run.evaluated:
-      outcome = self._evaluate(run)
-    if outcome in ("stopped", "failed"):
-      if outcome == "stopped":
-        self.say(f"{run.name}: stopped after {trained:.0f} s")
+    record = trained(self._out, self._workdir(run), run)
+    if record is None:
+      self.say(f"{run.name}: {'going on' if self._workdir(run).exists() else 'begins'}")
+      record = self._train(run)
+    if record is not None and run.evaluated and not record.diverged:
+      self.say(f"{run.name}: {describe(record)}; its evaluation begins")
+      record = self._evaluate(run, record)
+    if record is None:
       return
-    told = {
-      "name": run.name,
-      "kind": run.kind,
-      "outcome": outcome,
-      "evaluated": run.evaluated and outcome == "done",
-      "device": self._device(run),
-      "workers": 1 if run.alone else self._count,
-      "train_seconds": round(trained, 1),
-      "evaluate_seconds": round(time.monotonic() - began - trained, 1),
-    }
-    evaluation = self._workdir(run) / "evaluation" if told["evaluated"] else None
-    records.save(self._out, run.name, self._workdir(run), evaluation, told)
-    record = records.load(self._out, run.name)
-    assert record is not None
     with self._lock:
       self._waiting -= 1
     self.say(f"{run.name}: {describe(record)}; {self._waiting} to go")
 
-  def _train(self, run: Run) -> Outcome:
-    workdir = self._workdir(run)
+  def _train(self, run: Run) -> Record | None:
+    """What is now kept of the run; nothing if its training did not come to an end."""
+    workdir, began = self._workdir(run), time.monotonic()
     changes = run.changes | {f"data.{split}": str(self._data / f"{split}.zarr") for split in ("train", "heldout")}
     command = ["train.py", f"--config={run.file}", f"--workdir={workdir}"]
     command += [f"--config.{name}={value}" for name, value in changes.items()]
     code = self._process(run, command, run.seconds)
+    took = time.monotonic() - began
     if code == EXIT_STOPPED and run.seconds is not None and records.training_seconds(workdir) >= run.seconds:
-      return "done"
-    return self._outcome(run, code)
+      code = EXIT_DONE
+    outcome = self._outcome(run, code)
+    if outcome == "stopped":
+      self.say(f"{run.name}: stopped after {took:.0f} s of training")
+    if outcome in ("stopped", "failed"):
+      return None
+    told = {
+      "name": run.name,
+      "kind": run.kind,
+      "outcome": outcome,
+      "evaluated": False,
+      "device": self._device(run),
+      "workers": 1 if run.alone else self._count,
+      "train_seconds": round(took, 1),
+      "evaluate_seconds": 0.0,
+    }
+    return records.save(self._out, run.name, workdir, None, told)
 
-  def _evaluate(self, run: Run) -> Outcome:
-    workdir = self._workdir(run)
+  def _evaluate(self, run: Run, record: Record) -> Record | None:
+    """What is now kept of the run, trained in its workdir; nothing if the evaluation did not come to an end."""
+    workdir, began = self._workdir(run), time.monotonic()
     command = ["eval.py", "--task=context", f"--workdir={workdir}", f"--out={workdir / 'evaluation'}"]
     command += [f"--max_context={self._study.max_context}", f"--documents={self._study.documents}"]
     code = self._process(run, command, None)
+    took = time.monotonic() - began
     # A model that breaks past its training context is a result, and by now all of it is written.
-    return self._outcome(run, EXIT_DONE if code == EXIT_NOT_FINITE else code)
+    outcome = self._outcome(run, EXIT_DONE if code == EXIT_NOT_FINITE else code)
+    if outcome == "stopped":
+      self.say(f"{run.name}: stopped after {took:.0f} s of its evaluation; its training is kept")
+    if outcome != "done":
+      return None
+    told = record.summary | {"evaluated": True, "evaluate_seconds": round(took, 1)}
+    return records.save(self._out, run.name, workdir, workdir / "evaluation", told)
 
   def _outcome(self, run: Run, code: int) -> Outcome:
     found: dict[int, Outcome] = {EXIT_DONE: "done", EXIT_NOT_FINITE: "diverged", EXIT_STOPPED: "stopped"}
@@ -167,13 +182,12 @@ class Workers:
     found = [record for record in records.load_all(self._out) if record.kind in ("sweep", "grid")]
     if run.alone or not found:
       return run.seconds or 0.0
+    if trained(self._out, self._workdir(run), run) is not None:
+      return _evaluating(found)
     apart = [abs(math.log(record.trained_at / run.config.context)) for record in found]
     near = [record for record, distance in zip(found, apart, strict=True) if distance == min(apart)]
     seconds = min(_scaled(record, run) for record in near)
-    if run.evaluated:
-      done = [float(record.summary["evaluate_seconds"]) for record in found if record.summary["evaluated"]]
-      seconds += min(done, default=0.0)
-    return seconds
+    return seconds + (_evaluating(found) if run.evaluated else 0.0)
 
   def _device(self, run: Run) -> str:
     found = re.findall(r"^  devices +\d+ (.+?): ", self._log(run).read_text(errors="replace"), re.MULTILINE)
@@ -186,8 +200,8 @@ class Workers:
     return self._workdirs / "logs" / f"{run.name}.txt"
 
 
-def done(out: Path, run: Run) -> Record | None:
-  """What is kept of a run, if it is done; raises a ConfigError if it was another run of that name."""
+def kept(out: Path, run: Run) -> Record | None:
+  """What is kept of a run; raises a ConfigError if it was another run of that name."""
   record = records.load(out, run.name)
   if record is None:
     return None
@@ -198,7 +212,29 @@ def done(out: Path, run: Run) -> Record | None:
   if differing:
     told = "; ".join(f"{name} is {there!r} there, {here!r} here" for name, (here, there) in sorted(differing.items()))
     raise ConfigError(f"--out={out} holds another {run.name}: {told}. Give another --out, or remove its files")
-  return record if record.summary["evaluated"] or not run.evaluated or record.diverged else None
+  return record
+
+
+def done(out: Path, run: Run) -> Record | None:
+  """What is kept of a run, if nothing of it is missing."""
+  record = kept(out, run)
+  return None if record is None or unevaluated(run, record) else record
+
+
+def unevaluated(run: Run, record: Record) -> bool:
+  """Whether the run is trained and its evaluation is missing."""
+  return run.evaluated and not record.diverged and not record.summary["evaluated"]
+
+
+def trained(out: Path, workdir: Path, run: Run) -> Record | None:
+  """What is kept of a run, if its evaluation is missing and the model that was trained still lies in the workdir."""
+  record = kept(out, run)
+  return record if record is not None and unevaluated(run, record) and has_model(out, workdir, run) else None
+
+
+def has_model(out: Path, workdir: Path, run: Run) -> bool:
+  """Whether the model of which the training is kept lies in the workdir."""
+  return records.kept_from(out, run.name, workdir) and run.config.steps in finished_steps(workdir / "checkpoints")
 
 
 def describe(record: Record) -> str:
@@ -221,3 +257,8 @@ def _scaled(record: Record, run: Run) -> float:
   longer = max(1.0, math.sqrt(run.config.context / record.trained_at))
   share = longer * run.tokens / (int(config["steps"]) * int(config["batch_tokens"]))
   return float(record.summary["train_seconds"]) + stepping * (share - 1)
+
+
+def _evaluating(found: Sequence[Record]) -> float:
+  """Seconds that an evaluation takes, by the fastest one."""
+  return min((float(r.summary["evaluate_seconds"]) for r in found if r.summary["evaluated"]), default=0.0)
