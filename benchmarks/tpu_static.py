@@ -166,6 +166,8 @@ def main() -> None:
         directory.mkdir()
         compile_for(chip, function, arguments)
         for kernel, x in schedules(directory).items():
+          if not x.share:  # XLA's own, around JAX's kernels
+            continue
           shares = f"{x.bundles:,} | {x.share:.0%} | {x.loop_bundles:,} | {x.loop_share:.0%}"
           rest = f"{shares} | {x.loop_spills} | {x.vmem / 2**20:.1f} MiB"
           print(f"| {name}: {kernel} | {head_dim} | {chip} | {rest} |", flush=True)

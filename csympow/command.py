@@ -6,6 +6,7 @@
 import argparse
 import errno
 import os
+import re
 import sys
 from typing import NoReturn
 
@@ -38,7 +39,8 @@ def explained(error: BaseException, where: str) -> str | None:
   if full is not None:
     return f"{full}; the same command goes on from what is there"
   if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-    return "there is not enough memory for this"
+    told = re.search(r"[Uu]sed [\d.]+\w* of [\d.]+\w* \w+|allocate [\d.,]+ ?\w+", str(error))
+    return "there is not enough memory for this" + (f": {told[0]}" if told else "")
   if isinstance(error, OSError) and error.filename is not None:
     return f"{error.filename}: {error.strerror}"
   return None

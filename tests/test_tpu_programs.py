@@ -3,6 +3,8 @@
 libtpu, which compiles for them, exists for Linux on x86-64 only; without it nothing here but the lowering runs.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,6 +13,7 @@ from benchmarks import tpu_static
 from csympow import cost, overrides
 from csympow.data.loader import Batch
 from csympow.sharding import Layout, make_mesh, mesh_sizes
+from csympow.train import flops
 from csympow.train.step import Program
 from tests import running
 from tests.test_tpu_kernels import KERNELS
@@ -64,7 +67,8 @@ def test_the_training_step_of_the_124m_model_lowers_with_the_kernels(monkeypatch
   ],
 )
 def test_the_training_step_of_the_124m_model_fits_the_chip(topology, mesh, context, tmp_path):
-  changes = {"data.train": "embedded", "data.heldout": "none", "batch_tokens": 64 * 65_536}
+  chips = math.prod(map(int, topology.split(":")[1].split("x")))
+  changes = {"data.train": "embedded", "data.heldout": "none", "batch_tokens": max(chips * 65_536, context)}
   changes |= {f"mesh.{axis}": size for axis, size in mesh.items()}
   process = running.begin(
     "train.py",
@@ -79,3 +83,10 @@ def test_the_training_step_of_the_124m_model_fits_the_chip(topology, mesh, conte
   needed, unit = output.split("  memory ")[-1].split()[:2]
   bytes_of = {"GiB": 2**30, "MiB": 2**20}
   assert float(needed) * bytes_of[unit] < GIB[topology.split(":")[0]] * 2**30
+
+
+def test_a_run_over_a_split_sequence_says_that_it_has_no_kernels():
+  config = overrides.load("configs/long/p2_65536.py", {})
+  whole = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
+  assert flops.explanation(config, whole, "tpu").implementation == "pallas"
+  assert flops.explanation(config, whole | {"context": 8}, "tpu").implementation == "xla"

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from csympow import overrides
+from csympow.command import explained
 from csympow.config import Config, GuardConfig, OptimizerConfig
 from csympow.data.embedded import embedded
 from csympow.data.loader import Batch, Windows, batches
@@ -276,3 +277,10 @@ def test_the_arithmetic_of_124m_is_six_flops_a_parameter_and_the_attention():
   assert flops.utilisation(1e6, found, 8, "NVIDIA H200") == pytest.approx(1e6 * found / (8 * 989e12))
   assert flops.utilisation(1e6, found, 8, "TPU v5p") == pytest.approx(1e6 * found / (8 * 459e12))
   assert flops.utilisation(1e6, found, 8, "an abacus") is None
+
+
+def test_a_program_that_is_too_large_is_told_in_the_compilers_numbers():
+  tpu = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 31.26G of 15.75G hbm. Exceeded it by 15.51G."
+  gpu = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."
+  assert explained(RuntimeError(tpu), "a file") == "there is not enough memory for this: Used 31.26G of 15.75G hbm"
+  assert explained(RuntimeError(gpu), "a file") == "there is not enough memory for this: allocate 17179869184 bytes"

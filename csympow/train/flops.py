@@ -50,7 +50,9 @@ def explanation(config: Config, sizes: dict[str, int], platform: str) -> csympow
     return jax.ShapeDtypeStruct((rows, config.context, heads // sizes["tensor"], model.head_dim), model.dtype)
 
   queries, keys = shape(model.num_heads), shape(model.num_kv_heads or model.num_heads)
-  how = {"form": model.form, "chunk_size": model.chunk_size, "implementation": model.implementation}
+  # There are no kernels over a split sequence.
+  implementation = model.implementation or ("xla" if sizes["context"] > 1 else None)
+  how = {"form": model.form, "chunk_size": model.chunk_size, "implementation": implementation}
   try:
     return csympow.explain(queries, keys, keys, power=model.power, device=platform, **cast(Any, how))
   except NotImplementedError as error:
