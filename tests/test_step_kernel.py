@@ -231,7 +231,7 @@ def test_a_layer_is_an_integer_and_its_state_a_stack():
   state, q = csympow.init_state(1, 1, 32, 32), jnp.ones((1, 1, 32))
   with pytest.raises(ValueError, match="layer must be an integer array without axes or None, got 0"):
     csympow.step(q, q, q, state, layer=0)
-  with pytest.raises(ValueError, match=r"state.S must be .*L, B, H, D, dv"):
+  with pytest.raises(ValueError, match=r"state.S must have shape \[L, B, H, D, dv\]"):
     csympow.step(q, q, q, state, layer=jnp.int32(0))
 
 
