@@ -269,6 +269,28 @@ def test_other_widths_are_right_on_the_chip(sizes):
 
 
 @gpu
+def test_layers_of_a_stack_are_right_on_the_chip():
+  x, rest = inputs(Case(T=1, B=8, H=12, d=64, dv=64, dtype="bfloat16", entry="continued"))
+  now = {name: array[:, 0] for name, array in x.items() if name in TIMED}
+  stack = jax.tree.map(lambda a: jnp.stack([a, 2 * a, 3 * a]), csympow.State(*(x[name] for name in STATE)))
+
+  @functools.partial(jax.jit, static_argnames="step")
+  def through(stack, step):
+    def one(carry, layer):
+      y, stack = step(**(now | {"q": carry[0]}), **rest, state=carry[1], layer=layer)
+      return (y, stack), y
+
+    (_, stack), y = jax.lax.scan(one, (now["q"], stack), jnp.arange(3))
+    return {"y": y} | stack._asdict()
+
+  found, expected = (
+    through(stack, step) for step in (functools.partial(csympow.step, implementation="pallas"), by_xla)
+  )
+  assert_close(found.pop("y"), expected.pop("y"), 5e-3, "y")
+  assert_results_close(found, expected, 1e-6)
+
+
+@gpu
 def test_two_runs_are_the_same_to_the_bit():
   x, rest = inputs(Case(T=50, B=8, H=12, d=64, dv=64, dtype="bfloat16", entry="continued"))
   run = jax.jit(lambda x: steps(x, rest, csympow.step))
