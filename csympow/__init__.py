@@ -22,8 +22,9 @@ Notation, here and in the code:
 Layout is [batch, time, heads, dim] everywhere.
 """
 
+from csympow.cost import Explanation
 from csympow.features import symmetric_power
-from csympow.op import Explanation, attention, explain, init_state, prefill, step
+from csympow.op import attention, explain, init_state, prefill, step
 from csympow.rotation import rotary_rates
 from csympow.state import State
 

@@ -80,6 +80,18 @@ class Plan:
   with_backward: float = 3.0  # what both passes cost, relative to the forward one
 
 
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+  """What a call would do. FLOPs are the forward pass's; the backward pass takes two to three times as many."""
+
+  form: str
+  implementation: str
+  chunk_size: int
+  state_bytes: int
+  flops: int
+  reason: str
+
+
 def platform() -> str:
   """The kind of chip that the program being traced is most likely for.
 

@@ -38,7 +38,7 @@ from csympow.nn import (
   check_options,
 )
 from csympow.sharding import Layout
-from csympow.state import State
+from csympow.state import State, of_layer, with_layer
 from csympow.validation import DTYPES
 
 # What the backward pass finds stored of each layer, beside its input. "none": everything it needs. "dots": the results
@@ -153,9 +153,11 @@ class Block(nnx.Module):
     y, cache = self.attention.prefill(self.attention_norm(x), cache, segment_ids)
     return self._mlp(x + y), cache
 
-  def step(self, x: Float[Array, "B d_model"], cache: Cache) -> tuple[Float[Array, "B d_model"], Cache]:
-    """The next token."""
-    y, cache = self.attention.step(self.attention_norm(x), cache)
+  def step(
+    self, x: Float[Array, "B d_model"], cache: Cache, layer: Integer[Array, ""] | None = None
+  ) -> tuple[Float[Array, "B d_model"], Cache]:
+    """The next token; with a layer, by that layer's part of a stacked cache."""
+    y, cache = self.attention.step(self.attention_norm(x), cache, layer)
     return self._mlp(x + y), cache
 
   def gates(self, x: Float[Array, "B T d_model"]) -> tuple[Float[Array, "B T H"] | None, Float[Array, "B T H"] | None]:
@@ -285,18 +287,14 @@ class Transformer(nnx.Module):
     self, tokens: Integer[Array, "B T"], cache: Cache, segment_ids: Integer[Array, "B T"] | None = None
   ) -> tuple[Float[Array, "B T d_model"], Cache]:
     """`prefill` without the logits: of a long prompt only the last token's are wanted."""
-    return self._extend(self._embed(tokens), cache, lambda block, x, cache: block.prefill(x, cache, segment_ids))[:2]
+    return self._extend(self._embed(tokens), cache, _prefilling(segment_ids))[:2]
 
   @validated(_check_sequence)
   def prefill_gates(
     self, tokens: Integer[Array, "B T"], cache: Cache, segment_ids: Integer[Array, "B T"] | None = None
   ) -> tuple[tuple[Float[Array, "layers B T H"] | None, Float[Array, "layers B T H"] | None], Cache]:
     """`gates` of the next tokens, and the new cache: statistics of texts of any length."""
-
-    def read(block: Block, x: Array, cache: Cache) -> tuple[Array, Cache]:
-      return block.prefill(x, cache, segment_ids)
-
-    _, cache, gates = self._extend(self._embed(tokens), cache, read, Block.gates)
+    _, cache, gates = self._extend(self._embed(tokens), cache, _prefilling(segment_ids), Block.gates)
     return gates, cache
 
   @validated(_check_token)
@@ -319,27 +317,30 @@ class Transformer(nnx.Module):
     self,
     x: Float[Array, "*lead d_model"],
     cache: Cache,
-    through: Callable[[Block, Array, Cache], tuple[Array, Cache]],
+    through: Callable[[Block, Array, Cache, Array], tuple[Array, Cache]],
     observe: Callable[[Block, Array], Any] = lambda block, x: None,
   ) -> tuple[Float[Array, "*lead d_model"], Cache, Any]:
     """The last hidden states, the new cache, and what `observe` made of every layer and its input."""
     graphdef, layers = nnx.split(self.layers)
 
     # The cache travels as the carry and is updated in place: as scanned input and output it would exist twice, and at
-    # p=4 once is most of a device's memory. The barrier makes one layer's part a copy of its own: without it XLA plans
-    # to read that part after the update as well, and copies the whole cache to be able to.
+    # p=4 once is most of a device's memory.
     def layer(carry: tuple[Array, Cache], scanned: tuple[Array, Any]) -> tuple[tuple[Array, Cache], Any]:
       x, cache = carry
       index, parameters = scanned
-      of_layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), cache)
-      of_layer = lax.optimization_barrier(of_layer)
       block = nnx.merge(graphdef, parameters)
-      y, new = through(block, x, of_layer)
-      cache = jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b.astype(a.dtype), index, 0), cache, new)
-      return (y, cache), observe(block, x)
+      return through(block, x, cache, index), observe(block, x)
 
     (x, cache), observed = lax.scan(layer, (x, cache), (jnp.arange(self.config.num_layers), layers))
     return self.final_norm(x), cache, observed
+
+
+def _prefilling(segment_ids: Integer[Array, "B T"] | None) -> Callable[..., tuple[Array, Cache]]:
+  def read(block: Block, x: Array, cache: Cache, layer: Array) -> tuple[Array, Cache]:
+    y, part = block.prefill(x, of_layer(cache, layer), segment_ids)
+    return y, with_layer(cache, part, layer)
+
+  return read
 
 
 def _stacked_blocks(config: ModelConfig, layout: Layout | None, rngs: nnx.Rngs) -> Block:

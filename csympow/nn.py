@@ -32,6 +32,7 @@ from csympow.checks import require_count, validated
 from csympow.keys import KeyCache
 from csympow.sharding import Layout
 from csympow.softmax import KVCache
+from csympow.state import of_layer, with_layer
 from csympow.validation import FORMS, IMPLEMENTATIONS, check_chunk_size, check_implementation, check_power
 
 VARIANTS = ("softmax", "sympow", "sympow+gating", "conformal")
@@ -121,7 +122,10 @@ def _check_sequence(given: Mapping[str, Any]) -> None:
 
 def _check_token(given: Mapping[str, Any]) -> None:
   check_array("x", given["x"], ("B", given["self"].d_model), jnp.floating)
-  check_cache(given["self"], given["cache"], given["x"].shape[0])
+  cache = given["cache"]
+  if given["layer"] is not None:
+    cache = jax.eval_shape(lambda cache: jax.tree.map(lambda a: a[0], cache), cache)
+  check_cache(given["self"], cache, given["x"].shape[0])
 
 
 class ConformalAttention(nnx.Module):
@@ -303,8 +307,17 @@ class ConformalAttention(nnx.Module):
     return self.out(y), cache
 
   @validated(_check_token)
-  def step(self, x: Float[Array, "B d_model"], cache: Cache) -> tuple[Float[Array, "B d_model"], Cache]:
-    """Attends over one more token: `prefill` of a single token, without the time axis."""
+  def step(
+    self, x: Float[Array, "B d_model"], cache: Cache, layer: Integer[Array, ""] | None = None
+  ) -> tuple[Float[Array, "B d_model"], Cache]:
+    """Attends over one more token: `prefill` of a single token, without the time axis.
+
+    With a layer, the cache is a stack along a first axis, of which that layer's part is meant: a state changes there in
+    its place.
+    """
+    if layer is not None and not isinstance(cache, csympow.State):
+      y, part = self.step(x, of_layer(cache, layer))
+      return y, with_layer(cache, part, layer)
     q, k, v = self.query(x), self.key(x), self.value(x)
     if isinstance(cache, KVCache):
       y, cache = softmax.step(q, k, v, cache, self._rates())
@@ -313,7 +326,7 @@ class ConformalAttention(nnx.Module):
     else:
       # A step need not have a kernel where attention has one, and XLA divides no kernel among devices.
       how: Literal["xla"] | None = "xla" if self.implementation == "xla" or self.layout is not None else None
-      y, cache = csympow.step(q, k, v, cache, power=self.power, **self._gating(x), implementation=how)
+      y, cache = csympow.step(q, k, v, cache, power=self.power, **self._gating(x), implementation=how, layer=layer)
     return self.out(y), cache
 
   def _rates(self) -> Float[Array, "r"]:

@@ -1,6 +1,5 @@
 """The public functions: check the arguments, prepare the inputs, choose a form, run it."""
 
-import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple
 
@@ -12,29 +11,17 @@ from jaxtyping import Array, Float, Integer
 
 from csympow import cost, implementations, rotation, validation
 from csympow.checks import validated
-from csympow.cost import Implementation
+from csympow.cost import Explanation, Implementation
 from csympow.features import feature_dim
 from csympow.forms import carried, chunked, fused, fused_chunked, fused_step, near, recurrent
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.gates import effective_log_gate
 from csympow.segments import find_runs
-from csympow.state import State
+from csympow.state import State, of_layer, with_layer
 
 type Form = Literal["auto", "attention", "chunked", "recurrent"]
 type _Shaped = Array | jax.ShapeDtypeStruct
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-  """What a call would do. FLOPs are the forward pass's; the backward pass takes two to three times as many."""
-
-  form: str
-  implementation: str
-  chunk_size: int
-  state_bytes: int
-  flops: int
-  reason: str
 
 
 @validated(validation.check_sequence)
@@ -121,11 +108,15 @@ def step(
   rates: Float[Array, "r"] | None = None,
   scale: ArrayLike | None = None,
   implementation: Implementation | None = None,
+  layer: Integer[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B Hq dv"], State]:
-  """One token of `attention`, and the state with it, changed in place if it is a loop's carry or donated to `jit`."""
+  """One token of `attention`, and the state with it, changed in place if it is a loop's carry or donated to `jit`.
+
+  A layer says which one of states that are stacked along a first axis is meant.
+  """
   shape = _shape(q[:, None], k[:, None], v, power, needs_state=True)
   chosen = implementations.for_step(shape, implementation, cost.platform())
-  return _step(q, k, v, state, power, log_gate, beta, rates, scale, chosen)
+  return _step(q, k, v, state, power, log_gate, beta, rates, scale, chosen, layer)
 
 
 @functools.partial(jax.jit, static_argnames=("power", "implementation"), inline=True)
@@ -140,15 +131,19 @@ def _step(
   rates: Array | None,
   scale: ArrayLike | None,
   implementation: Implementation,
+  layer: Array | None,
 ) -> tuple[Array, State]:
   if implementation == "pallas":
     q, k, v, state, log_gate, beta, rates = _equally_varying((q, k, v, state, log_gate, beta, rates))
-    return fused_step.step(q, k, v, state, power, log_gate, beta, rates, scale)
+    return fused_step.step(q, k, v, state, power, log_gate, beta, rates, scale, layer)
   log_gate, beta = (x if x is None else x[:, None] for x in (log_gate, beta))
+  whole, state = state, state if layer is None else of_layer(state, layer)
   x = _prepare(q[:, None], k[:, None], v[:, None], log_gate, beta, rates, None, scale, state)
   assert x.memory is not None
   memory, y = recurrent.step(x.memory, x.q[:, 0], x.k[:, 0], x.v[:, 0], x.log_gate[:, 0], power)
-  return y.reshape(q.shape[:-1] + v.shape[-1:]).astype(q.dtype), _state(memory, x.phase, state)
+  new_state = _state(memory, x.phase, state)
+  y = y.reshape(q.shape[:-1] + v.shape[-1:]).astype(q.dtype)
+  return y, new_state if layer is None else with_layer(whole, new_state, layer)
 
 
 @validated(validation.check_new_state)

@@ -37,6 +37,9 @@ def check_token(given: Mapping[str, Any]) -> None:
   """Arguments of `step`."""
   _check_tensors(given, ("B",))
   check_implementation(given["implementation"])
+  layer = given["layer"]
+  scalar = is_array(layer) and layer.shape == () and jnp.issubdtype(layer.dtype, jnp.integer)
+  require(layer is None or scalar, f"layer must be an integer array without axes or None, got {came(layer)}")
   _check_state(given)
 
 
@@ -125,10 +128,12 @@ def _check_segment_ids(segment_ids: Any, shape: tuple[int, ...]) -> None:
 def _check_state(given: Mapping[str, Any]) -> None:
   state, k, v = given["state"], given["k"], given["v"]
   require(isinstance(state, State), f"state must be a csympow.State (see init_state), got {type(state).__name__}")
-  features, lead = feature_dim(k.shape[-1], given["power"]), (k.shape[0], k.shape[-2])
-  require_array("state.S", state.S, "B, H, D, dv", (*lead, features, v.shape[-1]))
-  require_array("state.Z", state.Z, "B, H, D", (*lead, features))
-  require_array("state.phase", state.phase, "B, H, d/2", (*lead, k.shape[-1] // 2))
+  features, lead, axes = feature_dim(k.shape[-1], given["power"]), (k.shape[0], k.shape[-2]), "B, H"
+  if given.get("layer") is not None:
+    lead, axes = (*state.S.shape[:1], *lead), "L, B, H"
+  require_array("state.S", state.S, f"{axes}, D, dv", (*lead, features, v.shape[-1]))
+  require_array("state.Z", state.Z, f"{axes}, D", (*lead, features))
+  require_array("state.phase", state.phase, f"{axes}, d/2", (*lead, k.shape[-1] // 2))
   require(
     state.S.dtype.name in STATE_DTYPES and state.Z.dtype == state.S.dtype,
     f"state.S and state.Z must be both {' or both '.join(STATE_DTYPES)}, got {state.S.dtype} and {state.Z.dtype}",

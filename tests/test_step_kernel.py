@@ -23,7 +23,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 def steps(x, rest, step, dtype=jnp.float32, power=2):
   """Token by token, from a state of `dtype`; the results of `comparing.call`."""
-  arguments = {"log_gate": None, "beta": None, "rates": None, "scale": None} | rest
+  arguments = {"log_gate": None, "beta": None, "rates": None, "scale": None, "layer": None} | rest
 
   def token(state, now):
     y, state = step(state=state, power=power, **(arguments | now))
@@ -110,6 +110,37 @@ def test_vmap_is_more_rows():
   assert_results_close(jax.tree.map(lambda a: a[:, 0], found), expected, 1e-5)
 
 
+def test_of_a_stack_one_layer_changes():
+  x, rest = inputs(Case(T=1, B=1, H=1, d=32, dv=32))
+  now = {name: array[:, 0] for name, array in x.items() if name in TIMED}
+  state = csympow.State(*(x[name] for name in STATE))
+  stack = jax.tree.map(lambda a: jnp.stack([a, 2 * a, 3 * a]), state)
+
+  def both(step):
+    """What a step gives by itself, and as the first layer of three."""
+    run = comparing.quick_jit(lambda **x: step(**now, **rest, power=2, scale=None, **x))
+    return run(state=state, layer=None), run(state=stack, layer=jnp.int32(0))
+
+  weights = cotangents(Case(T=1, B=1, H=1, d=32, dv=32))
+  for step in (in_the_interpreter, by_xla):
+    (y, alone), (y_in_stack, stacked) = both(step)
+    np.testing.assert_array_equal(y, y_in_stack)
+    for name, part, whole, before in zip(STATE, alone, stacked, stack, strict=True):
+      np.testing.assert_array_equal(whole[0], part, err_msg=name)
+      np.testing.assert_array_equal(whole[1:], before[1:], err_msg=name)
+
+  def gradient(step):
+    def loss(stack):
+      y, after = step(**now, **rest, state=stack, power=2, scale=None, layer=jnp.int32(0))
+      return jnp.sum(y * weights["y"][:, 0]) + jnp.sum(after.S * weights["S"])
+
+    return comparing.quick_jit(jax.grad(loss))(stack)
+
+  found, expected = gradient(in_the_interpreter), gradient(by_xla)
+  for name in STATE:
+    assert_close(getattr(found, name), getattr(expected, name), 1e-5, name)
+
+
 def shapes(batch=2, heads=2, groups=1, d=64, dv=64, dtype=jnp.bfloat16, state_dtype=jnp.float32):
   """The arguments of `op._step` up to beta, as shapes."""
   token = [((batch, heads * groups, d), dtype), ((batch, heads, d), dtype), ((batch, heads, dv), dtype)]
@@ -118,9 +149,9 @@ def shapes(batch=2, heads=2, groups=1, d=64, dv=64, dtype=jnp.bfloat16, state_dt
   return {"q": q, "k": k, "v": v, "state": state, "log_gate": log_gate, "beta": beta}
 
 
-def by_kernel(x):
+def by_kernel(x, layer=None):
   rates = comparing.rotary(x["k"].shape[-1])
-  return op._step(power=2, rates=jnp.asarray(rates), scale=None, implementation="pallas", **x)
+  return op._step(power=2, rates=jnp.asarray(rates), scale=None, implementation="pallas", layer=layer, **x)
 
 
 def lowered(function, x):
@@ -196,6 +227,14 @@ def test_what_the_kernel_cannot_do_is_refused_in_words():
     csympow.step(q, q, q, state, implementation="cuda")
 
 
+def test_a_layer_is_an_integer_and_its_state_a_stack():
+  state, q = csympow.init_state(1, 1, 32, 32), jnp.ones((1, 1, 32))
+  with pytest.raises(ValueError, match="layer must be an integer array without axes or None, got 0"):
+    csympow.step(q, q, q, state, layer=0)
+  with pytest.raises(ValueError, match=r"state.S must have shape \[L, B, H, D, dv\]"):
+    csympow.step(q, q, q, state, layer=jnp.int32(0))
+
+
 def reference_arguments(x, rest):
   return {n: x[n] for n in ("log_gate", "beta")} | rest | {"state": csympow.State(*(x[n] for n in STATE))}
 
@@ -227,6 +266,28 @@ def test_other_widths_are_right_on_the_chip(sizes):
   run = jax.jit(lambda x, w: with_gradients(lambda x: steps(x, rest, step), x, w))
   expected = jax.jit(lambda x, w: with_gradients(lambda x: steps(x, rest, by_xla), x, w))
   assert_results_close(run(x, cotangents(case)), expected(x, cotangents(case)), 1e-4)
+
+
+@gpu
+def test_layers_of_a_stack_are_right_on_the_chip():
+  x, rest = inputs(Case(T=1, B=8, H=12, d=64, dv=64, dtype="bfloat16", entry="continued"))
+  now = {name: array[:, 0] for name, array in x.items() if name in TIMED}
+  stack = jax.tree.map(lambda a: jnp.stack([a, 2 * a, 3 * a]), csympow.State(*(x[name] for name in STATE)))
+
+  @functools.partial(jax.jit, static_argnames="step")
+  def through(stack, step):
+    def one(carry, layer):
+      y, stack = step(**(now | {"q": carry[0]}), **rest, state=carry[1], layer=layer)
+      return (y, stack), y
+
+    (_, stack), y = jax.lax.scan(one, (now["q"], stack), jnp.arange(3))
+    return {"y": y} | stack._asdict()
+
+  found, expected = (
+    through(stack, step) for step in (functools.partial(csympow.step, implementation="pallas"), by_xla)
+  )
+  assert_close(found.pop("y"), expected.pop("y"), 5e-3, "y")
+  assert_results_close(found, expected, 1e-6)
 
 
 @gpu

@@ -76,41 +76,57 @@ def tiling(features: int, value_dim: int, group: int = 1) -> _Tiling | None:
 
 
 def step(
-  S: Float[Array, "B H D dv"],
-  Z: Float[Array, "B H D"],
+  S: Float[Array, "L B H D dv"],
+  Z: Float[Array, "L B H D"],
+  layer: Int[Array, "1"] | None,
   token: Token,
   features: Features,
   *,
   interpret: Any = None,
-) -> tuple[Float[Array, "B H D dv"], Float[Array, "B H D"], Gathered]:
-  """The state with the token in it, in the same memory, and what the token's queries gather."""
+) -> tuple[Float[Array, "L B H D dv"], Float[Array, "L B H D"], Gathered]:
+  """States of which one has the token in it, in the same memory, and what the token's queries gather.
+
+  That of `layer`, or of the first; of the others nothing is read or written.
+  """
 
   @jax.custom_batching.custom_vmap
-  def run(S, Z, token, features):
-    return _step(S, Z, token, features, interpret)
+  def run(S, Z, token, layer, features):
+    return _step(S, Z, token, layer, features, interpret)
 
   @run.def_vmap
-  def as_more_rows(size, batched, *operands):
-    def merged(x, has_axis):
-      every = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
-      return every.reshape(-1, *every.shape[2:])
+  def as_more_rows(size, batched, S, Z, token, *rest):
+    assert not any(jax.tree.leaves(batched[3:])), "vmap is over rows, not over layers"
 
-    results = run(*jax.tree.map(merged, operands[:3], tuple(batched[:3])), operands[3])
-    results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
+    def merged(x, has_axis, axis):
+      every = jnp.moveaxis(x, 0, axis) if has_axis else jnp.broadcast_to(jnp.expand_dims(x, axis), _with(x, axis, size))
+      return every.reshape(*every.shape[:axis], -1, *every.shape[axis + 2 :])
+
+    def divided(x, axis):
+      return jnp.moveaxis(x.reshape(*x.shape[:axis], size, -1, *x.shape[axis + 1 :]), axis, 0)
+
+    S, Z = (merged(x, has_axis, 1) for x, has_axis in zip((S, Z), batched[:2], strict=True))
+    token = jax.tree.map(functools.partial(merged, axis=0), token, batched[2])
+    S, Z, gathered = run(S, Z, token, *rest)
+    results = divided(S, 1), divided(Z, 1), jax.tree.map(lambda x: divided(x, 0), gathered)
     return results, jax.tree.map(lambda _: True, results)
 
-  results: tuple[Array, Array, Gathered] = run(S, Z, token, features)
+  results: tuple[Array, Array, Gathered] = run(S, Z, token, layer, features)
   return results
 
 
+def _with(x: Array, axis: int, size: int) -> tuple[int, ...]:
+  return (*x.shape[:axis], size, *x.shape[axis:])
+
+
 def _step(
-  S: Float[Array, "B H D dv"],
-  Z: Float[Array, "B H D"],
+  S: Float[Array, "L B H D dv"],
+  Z: Float[Array, "L B H D"],
   token: Token,
+  layer: Int[Array, "1"] | None,
   features: Features,
   interpret: Any,
-) -> tuple[Float[Array, "B H D dv"], Float[Array, "B H D"], Gathered]:
-  (batch, heads, count, value_dim), group = S.shape, token.q[0].shape[2]
+) -> tuple[Float[Array, "L B H D dv"], Float[Array, "L B H D"], Gathered]:
+  (_, batch, heads, count, value_dim), group = S.shape, token.q[0].shape[2]
   power, pairs = features.indices.shape[0], token.k[0].shape[-1]
   how = tiling(count, value_dim, group)
   assert how is not None, "implementations.py lets no such state through"
@@ -132,15 +148,16 @@ def _step(
     return plgpu.layout_cast(lax.broadcast_in_dim(x, (height, x.shape[0]), [1]), to)
 
   def kernel(*refs):
-    q_refs, k_refs, (v_ref, gate_ref, index_ref, weight_ref, S_ref, Z_ref) = refs[:2], refs[2:4], refs[4:10]
-    new_S_ref, new_Z_ref, older_S_ref, older_Z_ref, own_ref, S_smem, filled = refs[10:]
+    *layer_ref, S_ref, Z_ref, new_S_ref, new_Z_ref, older_S_ref, older_Z_ref, own_ref, S_smem, filled = refs[8:]
+    q_refs, k_refs, (v_ref, gate_ref, index_ref, weight_ref) = refs[:2], refs[2:4], refs[4:8]
+    chosen = layer_ref[0][0] if layer_ref else 0
     row, part = (f(lax.axis_index("block"), jnp.int32(slices)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
     begin, end = part * each, jnp.minimum(part * each + each, tiles)
 
     def fetch(n, none):
       at = pl.ds(n * how.tile, how.tile)
-      plgpu.copy_gmem_to_smem(S_ref.at[b, head, at], S_smem.at[n - begin], filled.at[n - begin])
+      plgpu.copy_gmem_to_smem(S_ref.at[chosen, b, head, at], S_smem.at[n - begin], filled.at[n - begin])
       return none
 
     lax.fori_loop(begin, end, fetch, None)
@@ -165,7 +182,7 @@ def _step(
       at = pl.ds(n * how.tile, how.tile)
       indices = [plgpu.load(index_ref.at[i, at], layout=rows, optimized=False) for i in range(power)]
       weight = plgpu.load(weight_ref.at[at], layout=rows, optimized=False)
-      found_Z = plgpu.load(Z_ref.at[b, head, at], layout=rows, optimized=False).astype(f32)
+      found_Z = plgpu.load(Z_ref.at[chosen, b, head, at], layout=rows, optimized=False).astype(f32)
       column = 2 * plgpu.broadcasted_iota(jnp.int32, (how.tile, wide), 1, layout=picking)
 
       def phi(pair):
@@ -179,12 +196,12 @@ def _step(
 
       phi_k, phi_q = phi(key), [phi(pair) for pair in queries]
       older_Z = found_Z * kept + found_Z * rest
-      _store(new_Z_ref.at[b, head, at], (older_Z + phi_k).astype(Z.dtype))
+      _store(new_Z_ref.at[chosen, b, head, at], (older_Z + phi_k).astype(Z.dtype))
       plgpu.barrier_wait(filled.at[n - begin])
       found = plgpu.load(S_smem.at[n - begin], layout=layout, optimized=False).astype(f32)
       older = found * kept + found * rest
       added = down(phi_k, layout, value_dim) * across(value, layout, how.tile)
-      _store(new_S_ref.at[b, head, at], (older + added).astype(S.dtype))
+      _store(new_S_ref.at[chosen, b, head, at], (older + added).astype(S.dtype))
       return tuple(
         (S_sum + _folded(down(x, layout, value_dim) * older, how.rows), Z_sum + _folded(x * older_Z, how.rows))
         for x, (S_sum, Z_sum) in zip(phi_q, sums, strict=True)
@@ -208,7 +225,8 @@ def _step(
   def padded(x):
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, wide - pairs),))
 
-  operands = (*map(padded, (*token.q, *token.k)), token.v, token.log_gate, *features, S, Z)
+  vectors = (*map(padded, (*token.q, *token.k)), token.v, token.log_gate)
+  operands = (*vectors, *features, *(() if layer is None else (layer,)), S, Z)
   result = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(S).manual_axis_type)
   S, Z, *gathered = kernel_in_place(
     kernel,
