@@ -43,10 +43,11 @@ def _anchored(
   """
   parts = tuple(x.reshape(x.shape[0], ends.shape[1] - 1, -1, *x.shape[2:]) for x in parts)
   x = sum(parts[1:], parts[0])
-  largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(part), axis=2, keepdims=True) for part in parts))
+  axes = (2,) if x.ndim == 4 else (2, 4)
+  largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(part), axis=axes, keepdims=True) for part in parts))
   share = sum((part / jnp.maximum(largest, SMALLEST)) ** 2 for part in parts)
-  if x.ndim == 5:  # alike for all of a token's pairs of coordinates: the sum of one can be small by chance
-    share = jnp.mean(share, axis=-1, keepdims=True)
+  if x.ndim == 5:  # and to what a token's other pairs of coordinates added: the sum of one can be small by chance
+    share = share + jnp.mean(share, axis=-1, keepdims=True)
   missing = (ends[:, 1:] - ends[:, :-1]) - jnp.sum(x, axis=2)
   x = x + missing[:, :, None] * share / jnp.maximum(jnp.sum(share, axis=2, keepdims=True), SMALLEST)
   return x.reshape(x.shape[0], -1, *x.shape[3:])
