@@ -13,7 +13,7 @@ from csympow import cost, implementations, rotation, validation
 from csympow.checks import validated
 from csympow.cost import Explanation, Implementation
 from csympow.features import feature_dim
-from csympow.forms import carried, chunked, fused, fused_chunked, fused_step, near, recurrent
+from csympow.forms import carried, chunked, fused, fused_chunked, fused_step, near, recurrent, rotating
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.gates import effective_log_gate
@@ -215,7 +215,7 @@ class _Prepared(NamedTuple):
   log_gate: Float[Array, "B T H"]
   memory: Memory | None
   phase: Float[Array, "B H r"]  # after the last token
-  rotation: near.Rotation | None  # still to be done
+  rotation: rotating.Rotation | None  # still to be done
 
 
 def _prepare(
@@ -259,7 +259,7 @@ def _prepare(
       total, _ = rotation.phases(beta, 2 * jnp.pi + 0 * lax.stop_gradient(rates[:1]), starts=starts)
       turns, total = (jnp.broadcast_to(x, (batch, time, heads, x.shape[-1])) for x in (turns, total))
       factors = rotation.factors(beta, rates, (batch, time, heads), starts=starts, initial=initial)
-      remaining = near.Rotation(turns, total[..., 0], lax.stop_gradient(rates), factors)
+      remaining = rotating.Rotation(turns, total[..., 0], lax.stop_gradient(rates), factors)
     else:
       q, k = rotation.rotate(q, turns[..., None, :]), rotation.rotate(k, turns)
     phase = last + jnp.zeros_like(phase)
@@ -362,7 +362,7 @@ def _attend(
   if form == "recurrent":
     y, memory = recurrent.attend(queries, keys, values, gates, x.memory, settings.power, settings.chunk)
   elif kernels and form == "chunked":
-    remaining = near.padded(x.rotation, padding, keys.shape[-1])
+    remaining = rotating.padded(x.rotation, padding, keys.shape[-1])
     by_kernels = carried.attend if settings.chip == "tpu" else fused_chunked.attend
     y, memory = by_kernels(
       near.Tokens(queries, keys, values, gates, remaining), x.memory, settings, q.dtype, return_state
@@ -370,7 +370,7 @@ def _attend(
   elif kernels:
     if settings.chip == "gpu":
       queries, keys, values = _equally_wide(queries, keys, values)
-    remaining = near.padded(x.rotation, padding, keys.shape[-1])
+    remaining = rotating.padded(x.rotation, padding, keys.shape[-1])
     y, memory = fused.attend(
       near.Tokens(queries, keys, values, gates, remaining), x.memory, settings, q.dtype, return_state
     )

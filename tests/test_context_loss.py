@@ -76,6 +76,8 @@ def test_texts_are_read_at_once_where_a_kernel_attends_to_all_of_them_and_memory
     assert not streaming.shape_for(model, 2**20, 16).at_once, "its activations would take 26 GB"
   assert not streaming.shape_for(two, 65_536, 16).at_once, "it has a state"
   assert not streaming.shape_for(exact, 65_536, 16).at_once, "kernels are for 16 bits"
+  for other in ({"variant": "softmax", "implementation": "xla"}, {"implementation": "xla"}, {"form": "recurrent"}):
+    assert not streaming.shape_for(of(**{"power": 4} | other), 65_536, 16).at_once, "the model asks for another way"
 
 
 @pytest.mark.gpu

@@ -7,7 +7,9 @@ import pytest
 
 import csympow
 from csympow import rotation
-from csympow.forms import near
+from csympow.forms import near, rotating
+from csympow.forms.spans import Settings
+from kernels_pallas.gpu import attention_forward
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.gradients import gradients
 from kernels_pallas.gpu.tiles import ROWS
@@ -22,14 +24,14 @@ def make(seed, start):
   random = np.random.default_rng(seed)
   x = jnp.asarray(random.normal(size=(1, T, H * G, D)), jnp.bfloat16)
   # From far along, so that a float32 total would not do.
-  beta = jnp.asarray(random.uniform(0.5, 2.0, size=(1, T, H)).astype(np.float32)).at[0, 0].add(1e6)
+  beta = jnp.asarray(random.uniform(0.5, 2.0, size=(1, T, H)).astype(np.float32)).at[0, ROWS // 2].add(1e6)
   rates = csympow.rotary_rates(D, 2**20)
   starts, initial = None, None
   if start:  # a state's phase, that counts until another document begins
     starts = jnp.zeros((1, T), bool).at[0, T // 2 + 5].set(True)
     initial = jnp.asarray(random.uniform(size=(1, H, D // 2)), jnp.float32)
   phases = rotation.factors(beta, rates, (1, T, H), starts=starts, initial=initial)
-  angles = near.angles(near.Rotation(None, None, rates, phases))
+  angles = rotating.angles(rotating.Rotation(None, None, rates, phases))
   total = np.cumsum(np.asarray(beta, np.float64), axis=1)
   first = np.zeros((1, T, H, D // 2))
   if start:
@@ -84,3 +86,24 @@ def test_gradients_go_back_through_the_rotation_and_are_summed(rotated):
     comparing.assert_close(found.turned, np.moveaxis(expected, 1, 2), 1e-5, "turned")
   else:
     assert found.turned is None
+
+
+def test_a_key_of_nothing_has_no_gradient_at_a_high_power():
+  k = jnp.ones((1, ROWS, 1, 32), jnp.bfloat16).at[:, 3].set(0.0)
+  exponents = near.exponents(near.Tokens(k[:, :, :, None], k, k, None, None))
+  keys = attention_forward.Keys(None, k.astype(jnp.float16), None, None, None, None)
+  x = near.Operands(k.astype(jnp.float16), keys, None, k, *exponents)
+  settings = Settings(10, ROWS, ROWS, ROWS, "high", interpret=INTERPRETED)
+  dx = jnp.ones(k.shape).at[:, 3].set(0.0)
+  _, dk, pulls = near.finished(x, dx, dx, None, (jnp.bfloat16, jnp.bfloat16), settings)
+  np.testing.assert_array_equal(dk[0, :, 0, 0], 10 / 2 * (np.arange(ROWS) != 3))  # a key of 1 was divided by 2
+  assert np.all(np.isfinite(pulls.G[1]))
+
+
+def test_vectors_of_any_size_are_scaled_by_normal_numbers():
+  sizes = jnp.asarray([1e-38, 1e-20, 1.0, 1e38, 3e38], jnp.bfloat16)
+  k = jnp.broadcast_to(sizes[None, :, None, None], (1, 5, 1, 32))
+  q, k, top = near.exponents(near.Tokens(k[:, :, :, None], k, k, None, None))
+  assert np.all(np.abs(np.concatenate([np.ravel(x) for x in (q, k, top)])) <= 125)
+  scaled = np.asarray(sizes, np.float64) * 2.0 ** -np.asarray(k)[0, :, 0]
+  assert np.all((scaled >= 0.25) & (scaled < 16))

@@ -63,6 +63,12 @@ CHUNKED_WITH_STATE = comparing.covering(
   entry=[{"dtype": "bfloat16", "entry": "prefill"}, {"dtype": "bfloat16", "entry": "continued"}],
 )
 
+# Of which a state is seen by some of the tokens only.
+STATE_AND_SEGMENTS = [
+  Case(T=300, groups=3, d=64, dv=64, segments="packed", dtype="bfloat16", entry="continued"),
+  Case(T=300, groups=2, d=32, dv=64, gate="resets", segments="padded", dtype="bfloat16", entry="continued"),
+]
+
 
 def reference(case):
   weights = cotangents(case)
@@ -72,7 +78,7 @@ def reference(case):
 
 
 @gpu
-@pytest.mark.parametrize("case", CASES + WITH_STATE, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *WITH_STATE, *STATE_AND_SEGMENTS], ids=str)
 def test_kernels_are_right_on_the_chip(case):
   x, rest = inputs(case)
   options = {"entry": case.entry, "power": case.power, "form": "attention", "implementation": "pallas"}
@@ -88,7 +94,7 @@ def test_kernels_are_right_on_the_chip(case):
 
 @gpu
 @pytest.mark.parametrize("chunk", [256, 1024])
-@pytest.mark.parametrize("case", CHUNKED + CHUNKED_WITH_STATE, ids=str)
+@pytest.mark.parametrize("case", [*CHUNKED, *CHUNKED_WITH_STATE, *STATE_AND_SEGMENTS], ids=str)
 def test_chunked_kernels_are_right_on_the_chip(case, chunk):
   x, rest = inputs(case)
   options = {"power": 2, "form": "chunked", "chunk_size": chunk, "implementation": "pallas"}
@@ -154,6 +160,7 @@ INTERPRETED_CHUNKS = [
     512,
   ),
   slow(Case(T=300, B=1, H=1, d=64, dv=32, dtype="bfloat16", entry="continued"), 256),
+  slow(Case(T=200, B=1, H=1, groups=2, d=64, dv=64, segments="packed", dtype="bfloat16", entry="continued"), 256),
 ]
 
 
@@ -199,14 +206,15 @@ def test_heads_without_keys_and_keys_that_are_no_numbers_do_not_set_the_scale():
   np.testing.assert_array_equal(near.exponents(near.Tokens(k[:, :, :, None], k, k, G.hi, None)).top, [[1, 0, 1]])
 
 
-ATTENTION, STATES = ("attention_forward", "attention_backward"), ("state_write", "state_read")
+ATTENTION = ("copies", "attention_forward", "attention_backward", "gradients")
+STATES = ("state_write", "state_read", "gram")
 
 
 def assert_lowers(function, x, *kernels):
   """The function lowers for CUDA, to a program with these kernels."""
   text = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
   for kernel in kernels:
-    assert kernel in text, f"{kernel} is not in the program"
+    assert f"{kernel}_mosaic_gpu" in text, f"{kernel} is not in the program"
 
 
 def gradients(case, chunk=None):

@@ -7,6 +7,7 @@ bfloat16 on the chip instead of float32 through its memory.
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,8 +129,12 @@ def _has_kernel(model: Transformer, length: int) -> bool:
   heads, few = config.num_heads, config.num_kv_heads or config.num_heads
   q, k = (jax.ShapeDtypeStruct((1, length, n, config.head_dim), jnp.dtype(config.dtype)) for n in (heads, few))
   if config.variant == "softmax":
-    return softmax.has_kernel(q, k, k)
-  return csympow.explain(q, k, k, power=config.power).implementation == "pallas"
+    return config.implementation != "xla" and softmax.has_kernel(q, k, k)
+  how: Any = {"form": config.form, "chunk_size": config.chunk_size, "implementation": config.implementation}
+  try:
+    return csympow.explain(q, k, k, power=config.power, **how).implementation == "pallas"
+  except NotImplementedError:
+    return False
 
 
 def position_losses(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from csympow.forms import near
+from csympow.forms import near, rotating
 from csympow.prefix import prefix_sum
 from kernels_pallas.weights import SMALLEST
 
@@ -23,14 +23,14 @@ class Ends(NamedTuple):
 
 
 def cotangents(
-  pulls: near.Pulls, ends: Ends, rotation: near.Rotation | None
-) -> tuple[Float[Array, "B T H"], near.Rotation | None]:
+  pulls: near.Pulls, ends: Ends, rotation: rotating.Rotation | None
+) -> tuple[Float[Array, "B T H"], rotating.Rotation | None]:
   """Those of the log gates, and of the rotation."""
   dlog_gate = prefix_sum(_anchored(pulls.G, -ends.pulled), reverse=True).hi + ends.pulled[:, -1:]
   if rotation is None or ends.turned is None or pulls.total is None:
     return dlog_gate, None
   along = jnp.sum(ends.turned * rotation.rates, axis=-1) / (2 * jnp.pi)
-  return dlog_gate, near.cotangent(rotation, _anchored(pulls.turns, ends.turned), _anchored(pulls.total, along))
+  return dlog_gate, rotating.cotangent(rotation, _anchored(pulls.turns, ends.turned), _anchored(pulls.total, along))
 
 
 def _anchored(

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from csympow.features import pairs, symmetric
-from csympow.forms import anchors, near, near_tpu
+from csympow.forms import anchors, near, near_tpu, rotating
 from csympow.forms.memory import Memory
 from csympow.forms.near_tpu import time_first, vectors
 from csympow.forms.spans import Settings
@@ -38,7 +38,7 @@ class _Saved(NamedTuple):
 
   chunks: Chunks
   scales: _Scales
-  rotation: near.Rotation | None
+  rotation: rotating.Rotation | None
   initial: State | None
   final: State | None
   y: chunked_forward.Outputs

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from csympow import gates
-from csympow.forms import attention, near, near_tpu
+from csympow.forms import attention, near, near_tpu, rotating
 from csympow.forms.chunked import Sequence, finish, inputs_of, normalised_backward
 from csympow.forms.memory import Memory, Written, discounted, empty, inner, read, read_backward, write, write_backward
 from csympow.forms.spans import Inputs, Settings, Sums, for_each, heads_first, over_normaliser, time_first
@@ -28,7 +28,7 @@ class _Saved(NamedTuple):
 
   sequence: Sequence | None  # only where there is a state
   operands: Any  # of the chip's kernels
-  rotation: near.Rotation | None
+  rotation: rotating.Rotation | None
   memory: Memory | None
   final: Memory | None
   y: attention_forward.Outputs
@@ -73,7 +73,7 @@ def _forward(
     )
 
   q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-  sequence = Sequence(*near.rotated(q, k, rotation), v, G)
+  sequence = Sequence(*rotating.rotated(q, k, rotation), v, G)
   inputs, decay = _span(sequence)
   if memory is not None:
     carried = read(memory, inputs.q, settings)
@@ -135,7 +135,9 @@ def _backward(
     dmemory, q_far = read_backward(saved.memory, inputs.q, dsums, dmemory, settings)
     gradients = gradients._replace(q_far=q_far)
   q, k = saved.sequence.q, saved.sequence.k[..., None, :]
-  dturns += near.torque(q, time_first(gradients.q_far)) + near.torque(k, time_first(gradients.k_far)[..., None, :])
+  dturns += rotating.torque(q, time_first(gradients.q_far)) + rotating.torque(
+    k, time_first(gradients.k_far)[..., None, :]
+  )
   dtokens = near.Tokens(*finish(inputs, gradients, pull, power), _by_turns(rotation, dturns))
   dtypes = (dtype if saved.memory is None else jnp.float32, dtype)
   return near.before_rotation(dtokens, rotation, dtypes), None if saved.memory is None else dmemory
@@ -145,15 +147,15 @@ attend.defvjp(_forward, _backward)
 
 
 def _by_turns(
-  rotation: near.Rotation | None,
+  rotation: rotating.Rotation | None,
   dturns: Float[Array, "B T H r"],
   parts: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None = None,
-) -> near.Rotation | None:
+) -> rotating.Rotation | None:
   """The cotangent of a rotation from that of its turns; `parts` of the total's are the same in another order."""
   if rotation is None:
     return None
   dtotal = jnp.add(*parts) if parts else jnp.sum(dturns * rotation.rates, axis=-1) / (2 * jnp.pi)
-  return near.cotangent(rotation, dturns, dtotal)
+  return rotating.cotangent(rotation, dturns, dtotal)
 
 
 def _span(x: Sequence) -> tuple[Inputs, gates.Decay]:

@@ -17,10 +17,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float
 
 from csympow.features import pairs, symmetric
-from csympow.forms import anchors, near
+from csympow.forms import anchors, near, rotating
 from csympow.forms.anchors import Ends
 from csympow.forms.memory import Memory
-from csympow.forms.spans import Settings
+from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import attention_forward, gram, state_read, state_write
 from kernels_pallas.gpu.copies import Copy, copies
@@ -63,7 +63,7 @@ class _Saved(NamedTuple):
 
   operands: near.Operands
   G: Total
-  rotation: near.Rotation | None
+  rotation: rotating.Rotation | None
   initial: Full | None
   found: BFloat16[Array, "B H n d dv d"]  # the S that each chunk finds
   Z: Float[Array, "B H n d d"]  # and its Z
@@ -83,7 +83,7 @@ def attend(
   assert settings.power == 2
   head_dim, value_dim = x.k.shape[-1], x.v.shape[-1]
   q, k, v = (_widened(a, STATE_WIDTH) for a in x[:3])
-  rotation = near.padded(x.rotation, 0, STATE_WIDTH)
+  rotation = rotating.padded(x.rotation, 0, STATE_WIDTH)
   full = None if memory is None else _full(memory, head_dim)
   y, full = _attend(near.Tokens(q, k, v, x.log_gate, rotation), full, settings, dtype, return_memory)
   return y[..., :value_dim], None if full is None else _features(full, head_dim, value_dim)
@@ -196,9 +196,9 @@ def _discounts(exponents: near.Exponents, G: Total, chunk: int) -> _Discounts:
   group = exponents.q.shape[-1]
   G, before, end = near.spans(G, chunk)
   return _Discounts(
-    k_scale=near.by_head(jnp.exp2((exponents.k - exponents.top[:, None]).astype(jnp.float32))),
-    until_end=near.by_head(jnp.exp(end - G)),
-    since_start=jnp.repeat(near.by_head(jnp.exp(G - before)), group, axis=1),
+    k_scale=by_head(jnp.exp2((exponents.k - exponents.top[:, None]).astype(jnp.float32))),
+    until_end=by_head(jnp.exp(end - G)),
+    since_start=jnp.repeat(by_head(jnp.exp(G - before)), group, axis=1),
     across=jnp.moveaxis(jnp.exp(end - before)[:, :, 0], 1, 2),
   )
 

@@ -12,32 +12,18 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float16, Int
 
-from csympow.forms.spans import Settings, for_each
+from csympow.forms.rotating import Rotation, angles, torque, turning, unrotated
+from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total
-from csympow.rotation import Phases, halves, product_modulo_one, rotate
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients
-from kernels_pallas.gpu.angles import Angles
 from kernels_pallas.gpu.copies import Copy, copies
-from kernels_pallas.gpu.tiles import FRAME, ROWS
+from kernels_pallas.gpu.tiles import FRAME
 from kernels_pallas.weights import LOG2E, SMALLEST
 
 FLOAT16, BFLOAT16 = (5, 10), (8, 7)  # bits of exponent and mantissa
 _LEAST, _LARGEST = -125, 128  # the exponents of 0 and of the largest number
+_MOST = 125
 _INVISIBLE = -126.0  # a discount of 2 to this or less is exactly 0 in the kernels' arithmetic
-
-
-class Rotation(NamedTuple):
-  """What queries and keys are to be rotated by: `turns`, which follow the total of the betas at these rates.
-
-  The gradient of a beta is that of `total`, one number a token, of which nothing else is used; to it `turns` are
-  constants. Only rates and states that are differentiated ask for the gradient of `turns`, and where kernels rotate
-  nothing asks for `turns`: they have `phases`.
-  """
-
-  turns: Float[Array, "B T H r"]
-  total: Float[Array, "B T H"]
-  rates: Float[Array, "r"]  # radians
-  phases: Phases
 
 
 class Tokens(NamedTuple):
@@ -156,41 +142,6 @@ def operands_and_copies(
   return found, q_copies, k_copies
 
 
-def by_head(x: Array) -> Array:
-  """From B T H, or B n t H, to B H T."""
-  return jnp.moveaxis(x.reshape(x.shape[0], -1, x.shape[-1]), 1, 2)
-
-
-def angles(rotation: Rotation | None) -> Angles | None:
-  """What kernels rotate by."""
-  if rotation is None:
-    return None
-  total, cycles, start, run = rotation.phases
-  total, first = _with_first(total)
-  turns = product_modulo_one(Total(*(x[:, :, 0, :, None] for x in first)), cycles).hi
-  same = None
-  if run is not None:
-    runs, first_run = _with_first(run)
-    same = (runs == first_run).astype(jnp.float32)
-    first = for_each(lambda x: x * same, first)
-  if start is not None:
-    counts = 1.0 if run is None else (first_run == 0)[:, :, 0, :, None]
-    turns = turns + counts * start[:, None]
-  whole, rest = halves(cycles.hi)
-  return Angles(
-    first=jnp.repeat(jnp.moveaxis(turns, 1, 2), 2, axis=-1),
-    since=jnp.stack([by_head(x) for x in halves(total - first)], axis=2),
-    cycles=jnp.repeat(jnp.stack([whole, rest + cycles.lo]), 2, axis=-1),
-    same=None if same is None else by_head(same),
-  )
-
-
-def _with_first(x: Any) -> tuple[Any, Any]:
-  """By tiles of ROWS tokens, and of each tile the first: B n t H, B n 1 H."""
-  tiles = for_each(lambda a: a.reshape(a.shape[0], -1, ROWS, a.shape[-1]), x)
-  return tiles, for_each(lambda a: a[:, :, :1], tiles)
-
-
 def exponents(x: Tokens) -> Exponents:
   """Such that the largest coordinate of each is between 1/2 and 1."""
   q_exponent, exponent = _exponent(x.q), _exponent(x.k)
@@ -198,7 +149,8 @@ def exponents(x: Tokens) -> Exponents:
   top = jnp.max(jnp.where(exponent > _LARGEST, _LEAST, exponent), axis=1)
   room = 0 if x.rotation is None else 1  # a rotation can make a coordinate larger, though not twice as large
   q_exponent, top = (jnp.where(x == _LEAST, 0, x + room) for x in (q_exponent, top))
-  return Exponents(q_exponent, exponent + room, top)
+  # No more, or 2 to less than that would be no normal number; 16 bits have room for the rest.
+  return Exponents(*(jnp.minimum(x, _MOST) for x in (q_exponent, exponent + room, top)))
 
 
 def _visible(before: Total, end: Total, in_chunk: int) -> tuple[Int[Array, "B n H"], Int[Array, "B n H"]]:
@@ -288,7 +240,7 @@ def pulls_of(
   turns, total = (torque(power * q, dq), torque(power * k, dk)), None
   if rotation is not None:  # sums of the same form as the gates', which XLA can do together with them
     speed = jnp.repeat(rotation.rates * (power / (2 * jnp.pi)), 2)
-    total = jnp.sum(speed * q * _turning(dq), axis=(-2, -1)), jnp.sum(speed * k * _turning(dk), axis=(-2, -1))
+    total = jnp.sum(speed * q * turning(dq), axis=(-2, -1)), jnp.sum(speed * k * turning(dk), axis=(-2, -1))
   # Euler: q . dq = p * (the sum of a query's pulls).
   return Pulls((jnp.sum(q * dq, axis=(-2, -1)), -jnp.sum(k * dk, axis=(-2, -1))), turns, total)
 
@@ -301,51 +253,10 @@ def unscaled(
   return power * dq * power_of_two(-x.q_exponent), power * dk * power_of_two(-x.exponent)
 
 
-def padded(rotation: Rotation | None, more: int, width: int) -> Rotation | None:
-  """A rotation of more tokens, and of heads of `width`, which does nothing to what was added."""
-  if rotation is None:
-    return None
-  rest = (0, width // 2 - rotation.turns.shape[-1])
-  tokens = ((0, 0), (0, more), (0, 0))
-  total, cycles, start, run = rotation.phases
-  return Rotation(
-    turns=jnp.pad(rotation.turns, (*tokens, rest)),
-    total=jnp.pad(rotation.total, tokens),
-    rates=jnp.pad(rotation.rates, (rest,)),
-    phases=Phases(
-      total=Total(*(jnp.pad(x, tokens) for x in total)),
-      cycles=Total(*(jnp.pad(x, (rest,)) for x in cycles)),
-      start=None if start is None else jnp.pad(start, ((0, 0), (0, 0), rest)),
-      run=None if run is None else jnp.pad(run, tokens),
-    ),
-  )
-
-
-def rotated(
-  q: Float[Array, "B T H g d"], k: Float[Array, "B T H d"], rotation: Rotation | None
-) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
-  """Queries and keys rotated."""
-  return (q, k) if rotation is None else (rotate(q, rotation.turns[..., None, :]), rotate(k, rotation.turns))
-
-
-def cotangent(rotation: Rotation, turns: Float[Array, "B T H r"], total: Float[Array, "B T H"]) -> Rotation:
-  """That of a rotation, of which all else is constant."""
-  return for_each(jnp.zeros_like, rotation)._replace(turns=turns, total=total)
-
-
 def before_rotation(dtokens: Tokens, rotation: Rotation | None, dtypes: tuple[DTypeLike, DTypeLike]) -> Tokens:
   """From cotangents of rotated queries and keys those of what was rotated, of the queries' dtype and of all others'."""
   q, k = unrotated(*dtokens[:2], rotation)
   return dtokens._replace(q=q.astype(dtypes[0]), k=k.astype(dtypes[1]), v=dtokens.v.astype(dtypes[1]))
-
-
-def unrotated(
-  q: Float[Array, "B T H g d"], k: Float[Array, "B T H d"], rotation: Rotation | None
-) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
-  """The inverse of `rotated`."""
-  if rotation is not None:  # its sines are computed again: to keep them until now would take memory
-    rotation = rotation._replace(turns=-lax.optimization_barrier(rotation.turns))
-  return rotated(q, k, rotation)
 
 
 def finished(
@@ -363,7 +274,8 @@ def finished(
     speed = jnp.repeat(power * rotation.rates, 2)
 
   def back(x: Array, dx: Array, exponent: Array, dtype: DTypeLike) -> gradients.Gradients:
-    factor = power * jnp.exp2(-exponent.reshape(batch, time, -1).astype(jnp.float32))
+    exponent = jnp.where(exponent <= _LEAST + 1, 0, exponent).reshape(batch, time, -1)  # of 0, whose gradient is 0
+    factor = power * jnp.exp2(-exponent.astype(jnp.float32))
     how = {"angles": turned_by, "speed": speed, "interpret": settings.interpret}
     return gradients.gradients(x, dx, by_head(factor), dtype, **how)
 
@@ -374,21 +286,10 @@ def finished(
   total = None
   if found_q.turned is not None and found_k.turned is not None:
     total = of_token(found_q.turned), of_token(found_k.turned)
-  by_pairs = pulls(x, dq, dk, rotation, power)
-  found = Pulls((of_token(found_q.pulled), -of_token(found_k.pulled)), by_pairs.turns, total)
+  q, k = (power * rounded(a, BFLOAT16).reshape(batch, time, heads, -1, a.shape[-1]) for a in (x.q, x.keys.plain))
+  by_pair = torque(q, dq.reshape(q.shape)), torque(k, dk.reshape(k.shape))
+  found = Pulls((of_token(found_q.pulled), -of_token(found_k.pulled)), by_pair, total)
   return found_q.given.reshape(batch, time, heads, group, -1), found_k.given, found
-
-
-def torque(x: Float[Array, "*lead g d"], dx: Float[Array, "*lead g d"]) -> Float[Array, "*lead r"]:
-  """The cotangent of the turns by which all pairs of x are rotated together."""
-  turned = x * _turning(dx)
-  return jnp.sum(turned.reshape(*x.shape[:-1], -1, 2), axis=(-3, -1))
-
-
-def _turning(dx: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
-  """The cotangent of the turns of each pair, of which each coordinate's share is what it is multiplied by."""
-  pairs = dx.reshape(*dx.shape[:-1], -1, 2)
-  return (pairs[..., ::-1] * jnp.array([2 * jnp.pi, -2 * jnp.pi], jnp.float32)).reshape(dx.shape)
 
 
 def rounded(x: Array, bits: tuple[int, int]) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from csympow.forms import near
+from csympow.forms import near, rotating
 from csympow.forms.spans import Settings
 from csympow.prefix import Total
 from kernels_pallas.gpu.attention_backward import Gradients
@@ -31,7 +31,7 @@ class Operands(NamedTuple):
 def chunks(x: near.Tokens, G: Total, size: int) -> tuple[Chunks, Int[Array, "B T H g"], Int[Array, "B H"]]:
   """The kernels' inputs, with gates counted from the start of each `size` tokens; queries' and keys' exponents."""
   q_exponent, _, top = near.exponents(x)
-  q, k = near.rotated(x.q * near.power_of_two(-q_exponent), x.k * near.power_of_two(-top)[:, None], x.rotation)
+  q, k = rotating.rotated(x.q * near.power_of_two(-q_exponent), x.k * near.power_of_two(-top)[:, None], x.rotation)
   G, before, end = near.spans(G, size)
 
   def row(a: Float[Array, "B n t H"]) -> Float[Array, "B H 1 T"]:
@@ -90,7 +90,7 @@ def pulls(
   x: Operands,
   dq: Float[Array, "B T Hq d"],
   dk: Float[Array, "B T H d"],
-  rotation: near.Rotation | None,
+  rotation: rotating.Rotation | None,
   power: int,
 ) -> near.Pulls:
   """From the gradients by kernels, to which the factor p is missing."""
@@ -110,13 +110,13 @@ def finished(
   x: Operands,
   dq: Float[Array, "B T Hq d"],
   dk: Float[Array, "B T H d"],
-  rotation: near.Rotation | None,
+  rotation: rotating.Rotation | None,
   dtypes: tuple[DTypeLike, DTypeLike],
   settings: Settings,
 ) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"], near.Pulls]:
   """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each."""
   pulled = pulls(x, dq, dk, rotation, settings.power)
-  dq, dk = near.unrotated(*unscaled(x, dq, dk, settings.power), rotation)
+  dq, dk = rotating.unrotated(*unscaled(x, dq, dk, settings.power), rotation)
   return dq.astype(dtypes[0]), dk.astype(dtypes[1]), pulled
 
 

@@ -48,6 +48,11 @@ def for_each(function: Callable[..., Array], *trees: Any) -> Any:
   return jax.tree.map(function, *trees)
 
 
+def by_head(x: Array) -> Array:
+  """From B T H, or B n t H, to B H T."""
+  return jnp.moveaxis(x.reshape(x.shape[0], -1, x.shape[-1]), 1, 2)
+
+
 def heads_first(x: Float[Array, "B T H *g d"]) -> Float[Array, "B H *g T d"]:
   """From the op's layout to that of a span."""
   return jnp.moveaxis(x, 1, -2)

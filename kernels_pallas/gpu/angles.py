@@ -19,7 +19,8 @@ WIDTH = 32  # coordinates at a time, so that registers are left for other blocks
 class Angles(NamedTuple):
   """Those of every token and coordinate, in turns: first + since * cycles, modulo 1.
 
-  `since` and `cycles` are sums of two, the first of 12 significant bits: then the product of these two is exact.
+  `since` and `cycles` are sums of two, the first of 12 significant bits: then the product of these two is exact, and
+  its whole turns drop out without error.
   """
 
   first: Float[Array, "B H n d"]  # of each tile of ROWS tokens, modulo 1
@@ -52,7 +53,7 @@ def radians(
   first = across(load(angles.first.at[*place, tile]), shape)
   if at.same is not None:
     first = first * down(at.same, shape)
-  return ((whole - jnp.round(whole)) + (since * of_cycles + rest * cycles + first)) * (2 * np.pi)
+  return ((whole - jnp.round(whole)) + (since * of_cycles + rest * (cycles + of_cycles) + first)) * (2 * np.pi)
 
 
 def quarter_turn() -> np.ndarray:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.gpu.angles import WIDTH, Angles, along, quarter_turn, radians
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, down, shared, varying_as
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, down, shared, token_tile, varying_as
 
 
 class Copy(NamedTuple):
@@ -61,7 +61,7 @@ def copies(
     given = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + len(wanted)], refs[len(leaves) + len(wanted) :]
     x_smem, quarter_turn_smem, *out_smem, filled = scratch
-    b, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
+    b, tile, head = token_tile(lax.axis_index("block"), time // ROWS, heads)
     place, at = (b, lax.div(head, jnp.int32(group))), pl.ds(tile * ROWS, ROWS)
 
     def columns(part):
@@ -130,8 +130,8 @@ def copies(
       *(shared((parts, *(shape[::-1] if copy.time_last else shape)), copy.dtype) for copy in wanted),
       plgpu.Barrier(num_arrivals=parts + (angles is not None)),
     ],
-    grid=(batch, time // ROWS, heads),
-    grid_names=("batch", "tile", "head"),
+    grid=(batch * (time // ROWS) * heads,),
+    grid_names=("block",),
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="copies",

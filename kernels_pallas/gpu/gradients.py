@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float16
 
 from kernels_pallas.gpu.angles import WIDTH, Angles, along, quarter_turn, radians
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, down, shared, varying_as
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, down, shared, token_tile, varying_as
 
 
 class Gradients(NamedTuple):
@@ -58,7 +58,7 @@ def gradients(
     rotation: Any = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + 1 + sums], refs[len(leaves) + 1 + sums :]
     x_smem, dx_smem, out_smem, sums_smem, halves_smem, turning_smem, turning_gradients_smem, filled = scratch
-    b, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
+    b, tile, head = token_tile(lax.axis_index("block"), time // ROWS, heads)
     place, at = (b, lax.div(head, jnp.int32(group))), pl.ds(tile * ROWS, ROWS)
 
     def columns(part):
@@ -139,8 +139,8 @@ def gradients(
       unused if rotation is None else shared((WIDTH, WIDTH), bf16),
       plgpu.Barrier(num_arrivals=2 * parts + (0 if rotation is None else 2)),
     ],
-    grid=(batch, time // ROWS, heads),
-    grid_names=("batch", "tile", "head"),
+    grid=(batch * (time // ROWS) * heads,),
+    grid_names=("block",),
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="gradients",

@@ -107,7 +107,7 @@ def write(
 
       def advance(i, states):
         c = chunk_of(i)
-        decay = decay_ref[b, head, c]  # early, for it comes from afar
+        kept = decay_ref[b, head, c]  # early, for it comes from afar
         store(states, lambda a: found_ref.at[b, head, c, a])
         if others is not None:
 
@@ -120,7 +120,7 @@ def write(
             wait_if((thread == 0) & (i > 0), others_freed)
             fetch_others(c)
 
-        decayed = tuple(state * decay for state in states)
+        decayed = tuple(state * kept for state in states)
 
         def add(*sums):
           def visit(n, none):

@@ -1,7 +1,7 @@
 """What the Hopper kernels share: tile sizes, shared memory laid out for wgmma, and a few idioms.
 
-Every kernel has warpgroups that compute and one that loads. The loader fills a ring of slots by TMA; `filled` barriers
-tell that a slot's copies have arrived, `freed` barriers that all its readers are done.
+Kernels with products have warpgroups that compute and one that loads. The loader fills a ring of slots by TMA;
+`filled` barriers tell that a slot's copies have arrived, `freed` barriers that all its readers are done.
 """
 
 from collections.abc import Callable
@@ -56,6 +56,13 @@ def place_in_grid(item: Int[Array, ""], rows: int, tiles: int) -> tuple[Int[Arra
   group, rest = (f(item, jnp.int32(tiles * together)) for f in (lax.div, lax.rem))
   tile, row = (f(rest, jnp.int32(together)) for f in (lax.div, lax.rem))
   return group * together + row, tiles - 1 - tile
+
+
+def token_tile(item: Int[Array, ""], tiles: int, heads: int) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
+  """(the sequence, the tile of tokens, the head) of a block of a grid over all of them; heads lie side by side."""
+  row, head = (f(item, jnp.int32(heads)) for f in (lax.div, lax.rem))
+  b, tile = (f(row, jnp.int32(tiles)) for f in (lax.div, lax.rem))
+  return b, tile, head
 
 
 def across(x: Float[Array, "columns"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:

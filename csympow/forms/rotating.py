@@ -1,0 +1,112 @@
+"""Rotations of queries and keys that are still to be done: by XLA's code, or by what kernels rotate by."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from csympow.forms.spans import by_head, for_each
+from csympow.prefix import Total, add
+from csympow.rotation import Phases, halves, product_modulo_one, rotate
+from kernels_pallas.gpu.angles import Angles
+from kernels_pallas.gpu.tiles import ROWS
+
+
+class Rotation(NamedTuple):
+  """What queries and keys are to be rotated by: `turns`, which follow the total of the betas at these rates.
+
+  The gradient of a beta is that of `total`, one number a token, of which nothing else is used; to it `turns` are
+  constants. Only rates and states that are differentiated ask for the gradient of `turns`. Kernels that rotate have no
+  use for `turns`, but for `phases`.
+  """
+
+  turns: Float[Array, "B T H r"]
+  total: Float[Array, "B T H"]
+  rates: Float[Array, "r"]  # radians
+  phases: Phases
+
+
+def padded(rotation: Rotation | None, more: int, width: int) -> Rotation | None:
+  """A rotation of more tokens, and of heads of `width`, which does nothing to what was added."""
+  if rotation is None:
+    return None
+  rest = (0, width // 2 - rotation.turns.shape[-1])
+  tokens = ((0, 0), (0, more), (0, 0))
+  total, cycles, start, run = rotation.phases
+  return Rotation(
+    turns=jnp.pad(rotation.turns, (*tokens, rest)),
+    total=jnp.pad(rotation.total, tokens),
+    rates=jnp.pad(rotation.rates, (rest,)),
+    phases=Phases(
+      total=Total(*(jnp.pad(x, tokens) for x in total)),
+      cycles=Total(*(jnp.pad(x, (rest,)) for x in cycles)),
+      start=None if start is None else jnp.pad(start, ((0, 0), (0, 0), rest)),
+      run=None if run is None else jnp.pad(run, tokens),
+    ),
+  )
+
+
+def rotated(
+  q: Float[Array, "B T H g d"], k: Float[Array, "B T H d"], rotation: Rotation | None
+) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
+  """Queries and keys rotated."""
+  return (q, k) if rotation is None else (rotate(q, rotation.turns[..., None, :]), rotate(k, rotation.turns))
+
+
+def unrotated(
+  q: Float[Array, "B T H g d"], k: Float[Array, "B T H d"], rotation: Rotation | None
+) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
+  """The inverse of `rotated`."""
+  if rotation is not None:  # its sines are computed again: to keep them until now would take memory
+    rotation = rotation._replace(turns=-lax.optimization_barrier(rotation.turns))
+  return rotated(q, k, rotation)
+
+
+def angles(rotation: Rotation | None) -> Angles | None:
+  """What kernels rotate by."""
+  if rotation is None:
+    return None
+  total, cycles, start, run = rotation.phases
+  total, first = _with_first(total)
+  turns = product_modulo_one(Total(*(x[:, :, 0, :, None] for x in first)), cycles).hi
+  same = None
+  if run is not None:
+    runs, first_run = _with_first(run)
+    same = (runs == first_run).astype(jnp.float32)
+    first = for_each(lambda x: x * same, first)
+  if start is not None:
+    counts = 1.0 if run is None else (first_run == 0)[:, :, 0, :, None]
+    turns = turns + counts * start[:, None]
+  whole, rest = halves(cycles.hi)
+  more = add(total, for_each(jnp.negative, first))
+  since, rest_of_since = halves(more.hi)
+  return Angles(
+    first=jnp.repeat(jnp.moveaxis(turns, 1, 2), 2, axis=-1),
+    since=jnp.stack([by_head(since), by_head(rest_of_since + more.lo)], axis=2),
+    cycles=jnp.repeat(jnp.stack([whole, rest + cycles.lo]), 2, axis=-1),
+    same=None if same is None else by_head(same),
+  )
+
+
+def _with_first(x: Any) -> tuple[Any, Any]:
+  """By tiles of ROWS tokens, and of each tile the first: B n t H, B n 1 H."""
+  tiles = for_each(lambda a: a.reshape(a.shape[0], -1, ROWS, a.shape[-1]), x)
+  return tiles, for_each(lambda a: a[:, :, :1], tiles)
+
+
+def cotangent(rotation: Rotation, turns: Float[Array, "B T H r"], total: Float[Array, "B T H"]) -> Rotation:
+  """That of a rotation, of which all else is constant."""
+  return for_each(jnp.zeros_like, rotation)._replace(turns=turns, total=total)
+
+
+def torque(x: Float[Array, "*lead g d"], dx: Float[Array, "*lead g d"]) -> Float[Array, "*lead r"]:
+  """The cotangent of the turns by which all pairs of x are rotated together."""
+  turned = x * turning(dx)
+  return jnp.sum(turned.reshape(*x.shape[:-1], -1, 2), axis=(-3, -1))
+
+
+def turning(dx: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
+  """The cotangent of the turns of each pair, of which each coordinate's share is what it is multiplied by."""
+  pairs = dx.reshape(*dx.shape[:-1], -1, 2)
+  return (pairs[..., ::-1] * jnp.array([2 * jnp.pi, -2 * jnp.pi], jnp.float32)).reshape(dx.shape)
