@@ -89,7 +89,10 @@ def assert_the_whole(case, form, mesh, **other):
   return out
 
 
-@pytest.mark.parametrize(("shards", "form"), [(2, "chunked"), (4, "recurrent"), (8, "attention"), (8, "chunked")])
+@pytest.mark.parametrize(
+  ("shards", "form"),
+  [(2, "chunked"), (4, "recurrent"), (8, "attention"), pytest.param(8, "chunked", marks=pytest.mark.slow)],
+)
 def test_shards_give_the_whole_sequence_forward_and_backward(shards, form):
   """Whatever the runs; with resets, and with gates of 1, where the first token counts as much as the last."""
   mesh = mesh_of(context=shards)

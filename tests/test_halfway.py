@@ -117,6 +117,7 @@ def test_bfloat16_survives_being_kept(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, found, cache)
 
 
+@pytest.mark.slow
 def test_a_sample_that_was_cut_off_goes_on_to_the_same_text(tmp_path, monkeypatch):
   monkeypatch.setattr(writing, "_KEPT_EVERY_S", 0.0)
   monkeypatch.setattr(caches, "PIECE", 4)  # so that one program reads prompts of any length

@@ -53,7 +53,7 @@ SHAPES = [
 ]
 
 
-@hypothesis.settings(max_examples=18)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(
   shape=st.sampled_from(SHAPES),
   gate=st.sampled_from(["learned", "resets"]),

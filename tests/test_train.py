@@ -75,7 +75,7 @@ def assert_same(found, wanted, tolerance=1e-4):  # the gradient of a rotation is
   [
     pytest.param((8, 1, 1, 1), {}, marks=pytest.mark.slow),
     pytest.param((1, 8, 1, 1), {}, marks=pytest.mark.slow),
-    ((2, 2, 2, 1), {"model__variant": "softmax"}),
+    pytest.param((2, 2, 2, 1), {"model__variant": "softmax"}, marks=pytest.mark.slow),
     pytest.param((1, 2, 2, 2), {"model__form": "chunked", "model__chunk_size": 8}, marks=pytest.mark.slow),
     pytest.param((2, 1, 1, 4), {"model__form": "attention", "model__power": 4}, marks=pytest.mark.slow),
     pytest.param((1, 1, 2, 4), {"model__variant": "softmax"}, marks=pytest.mark.slow),
