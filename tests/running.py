@@ -1,7 +1,9 @@
 """Real runs of train.py and eval.py, as processes; and runs that nobody trained, for what needs only their shape."""
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 TINY = "tests/tiny_config.py"
 # One for all runs of a session: each program is compiled once.
 _CACHE = tempfile.mkdtemp(prefix="csympow-compiled-")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 TIMINGS = ("tokens_per_s", "step_s", "eta_s")
 
 

@@ -41,7 +41,7 @@ def test_streamed_losses_are_those_of_one_pass(monkeypatch, variant, power):
   assert len(seen) == 6
 
 
-@pytest.mark.parametrize(("variant", "power"), [("conformal", 4), ("softmax", 2)])
+@pytest.mark.parametrize(("variant", "power"), [("conformal", 4), pytest.param("softmax", 2, marks=pytest.mark.slow)])
 def test_what_is_read_at_once_has_the_losses_of_what_is_streamed_by_few_programs(monkeypatch, variant, power):
   monkeypatch.setattr(caches, "PIECE", 8)
   monkeypatch.setattr(streaming, "_has_kernel", lambda model, length: True)

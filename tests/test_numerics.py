@@ -146,7 +146,9 @@ def test_scaling_queries_or_keys_changes_nothing(form, power, name, factor):
     comparing.assert_close(scaled[result], plain[result], 1e-5, result)
 
 
-@pytest.mark.parametrize(("form", "scale"), [("attention", 1e3), ("chunked", 1e-3), ("recurrent", 1e3)])
+@pytest.mark.parametrize(
+  ("form", "scale"), [pytest.param("attention", 1e3, marks=pytest.mark.slow), ("chunked", 1e-3), ("recurrent", 1e3)]
+)
 def test_the_scale_changes_nothing(form, scale):
   x, rest = inputs(Case(rotation="none", gate="none"))
   exact = comparing.reference_results(x, rest, {"y": np.zeros(x["v"].shape)})

@@ -110,6 +110,7 @@ def test_vmap_is_more_rows():
   assert_results_close(jax.tree.map(lambda a: a[:, 0], found), expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_of_a_stack_one_layer_changes():
   x, rest = inputs(Case(T=1, B=1, H=1, d=32, dv=32))
   now = {name: array[:, 0] for name, array in x.items() if name in TIMED}

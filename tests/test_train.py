@@ -199,6 +199,7 @@ def test_bad_steps_are_skipped_up_to_a_limit_in_a_row():
   jax.tree.map(np.testing.assert_array_equal, found[2][0].optimizer, found[0][0].optimizer)
 
 
+@pytest.mark.slow
 def test_a_spike_of_the_loss_is_a_bad_step():
   config = dataclasses.replace(config_of(), guard=GuardConfig(skip_limit=1, spike=1.5, spike_warmup=2))
   program = Program(config, None)
