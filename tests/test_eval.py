@@ -210,6 +210,7 @@ def test_kept_results_are_used_again_but_not_for_another_checkpoint_or_other_tex
   assert len(passes) == 3 * len(curves.contexts(40))
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_keeps_what_it_has_and_goes_on_to_the_same_result(run_directory, tmp_path):
   command = ("--task=context", f"--workdir={run_directory}", "--max_context=8192", "--documents=2")
   kept = tmp_path / "out" / ".kept" / "context.jsonl"

@@ -100,7 +100,7 @@ def results_of_rows(x, rest, form, power, empty=()):
   return comparing.results(x, rest, weights, form=form, power=power), weights
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [pytest.param(x, marks=pytest.mark.slow) if x == "recurrent" else x for x in FORMS])
 @pytest.mark.parametrize("power", [pytest.param(p, marks=pytest.mark.slow) if p == 4 else p for p in ROWS])
 def test_zero_queries_return_zero_and_pass_no_gradient(form, power):
   rows = [0, 3, 4, 16]
