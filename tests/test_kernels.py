@@ -271,6 +271,7 @@ def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
   assert_lowers(*gradients(case, chunk=1024), *ATTENTION, *STATES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [slow(None), FRAME])
 @pytest.mark.parametrize("entry", ["attention", slow("continued")])
 def test_kernels_lower_inside_shard_map(chunk, entry):
@@ -285,7 +286,8 @@ def test_kernels_lower_inside_shard_map(chunk, entry):
   )
 
 
-@pytest.mark.parametrize("chunk", [None, slow(FRAME)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [None, FRAME])
 def test_kernels_lower_under_vmap(chunk):
   case = Case(T=256, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
   x, rest = inputs(case)

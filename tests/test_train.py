@@ -190,6 +190,7 @@ def test_a_bad_step_halts_before_the_update_and_nothing_moves_after():
   assert int(after[1].skipped) == 1
 
 
+@pytest.mark.slow
 def test_bad_steps_are_skipped_up_to_a_limit_in_a_row():
   config = dataclasses.replace(config_of(), guard=GuardConfig(skip_limit=2))
   found = stepped(config, 9, poison=(1, 2, 4, 6, 7, 8))
