@@ -4,16 +4,13 @@ A rotation takes a vector, and the vector with every pair of coordinates turned 
 of ones and minus ones, which is exact.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kernels_pallas.gpu.tiles import across, down
-
-WIDTH = 32  # coordinates at a time, so that registers are left for other blocks of the grid
+from kernels_pallas.gpu.tiles import ROWS, WIDTH, TokenTile, across, by_coordinate, down
 
 
 class Angles(NamedTuple):
@@ -37,20 +34,20 @@ class Along(NamedTuple):
   same: Array | None
 
 
-def along(angles: Any, place: tuple[Any, Any], load: Callable[[Any], Array]) -> Along:
-  """From references to `Angles`; `place` is the sequence and head."""
-  since, rest = (load(angles.since.at[*place, n]) for n in range(2))
-  return Along(since, rest, None if angles.same is None else load(angles.same.at[*place]))
+def along(angles: Any, tile: TokenTile) -> Along:
+  """From references to `Angles`."""
+  place = tile.b, tile.source
+  since, rest = (tile.by_token(angles.since.at[*place, n]) for n in range(2))
+  return Along(since, rest, None if angles.same is None else tile.by_token(angles.same.at[*place]))
 
 
-def radians(
-  angles: Any, at: Along, place: tuple[Any, Any], tile: Any, load: Callable[[Any], Array], shape: tuple[int, int]
-) -> Float[Array, "rows columns"]:
-  """The angles of a tile; `load` loads what belongs to its coordinates."""
+def radians(angles: Any, at: Along, tile: TokenTile, part: Any) -> Float[Array, "rows columns"]:
+  """The angles of a part of a tile."""
+  shape = (ROWS, WIDTH)
   since, rest = down(at.since, shape), down(at.rest, shape)
-  cycles, of_cycles = (across(load(angles.cycles.at[n]), shape) for n in range(2))
+  cycles, of_cycles = (across(by_coordinate(angles.cycles.at[n], part), shape) for n in range(2))
   whole = since * cycles
-  first = across(load(angles.first.at[*place, tile]), shape)
+  first = across(by_coordinate(angles.first.at[tile.b, tile.source, tile.number], part), shape)
   if at.same is not None:
     first = first * down(at.same, shape)
   return ((whole - jnp.round(whole)) + (since * of_cycles + rest * (cycles + of_cycles) + first)) * (2 * np.pi)

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kernels_pallas.gpu.angles import WIDTH, Angles, along, quarter_turn, radians
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, down, shared, token_tile, varying_as
+from kernels_pallas.gpu.angles import Angles, along, quarter_turn, radians
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, WIDTH, TokenTile, columns, down, shared, varying_as
 
 
 class Copy(NamedTuple):
@@ -61,33 +61,24 @@ def copies(
     given = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + len(wanted)], refs[len(leaves) + len(wanted) :]
     x_smem, quarter_turn_smem, *out_smem, filled = scratch
-    b, tile, head = token_tile(lax.axis_index("block"), time // ROWS, heads)
-    place, at = (b, lax.div(head, jnp.int32(group))), pl.ds(tile * ROWS, ROWS)
-
-    def columns(part):
-      return pl.ds(part * WIDTH, WIDTH)
+    tile = TokenTile.of_block(time // ROWS, heads, group)
+    b, head, at = tile.b, tile.head, tile.rows
 
     for part in range(parts):
-      plgpu.copy_gmem_to_smem(x_ref.at[b, at, head, columns(part)], x_smem.at[part], filled)
+      plgpu.copy_gmem_to_smem(tile.part(x_ref, part), x_smem.at[part], filled)
     if angles is not None:
       plgpu.copy_gmem_to_smem(given.quarter_turn, quarter_turn_smem, filled)
 
-    def by_token(ref):
-      return plgpu.load(ref.at[at], layout=WGMMA.reduce(1), optimized=False)
-
     # While x is on its way.
-    factors = [None if ref is None else by_token(ref.at[b, head]) for ref in given.factors]
-    scales = None if scale is None else by_token(given.scale.at[b, head])
-    turns: Any = None if angles is None else along(given.angles, place, by_token)
+    factors = [None if ref is None else tile.by_token(ref.at[b, head]) for ref in given.factors]
+    scales = None if scale is None else tile.by_token(given.scale.at[b, head])
+    turns: Any = None if angles is None else along(given.angles, tile)
     plgpu.barrier_wait(filled)
 
     def work(part, none):
-      def by_coordinate(ref):
-        return plgpu.load(ref.at[columns(part)], layout=WGMMA.reduce(0), optimized=False)
-
       def rotated(turned):
         plgpu.wgmma(turned, x_smem.at[part], quarter_turn_smem)
-        angle = radians(given.angles, turns, place, tile, by_coordinate, shape)
+        angle = radians(given.angles, turns, tile, part)
         cos, sin = scaled(jnp.cos(angle)), scaled(jnp.sin(angle))
         unturned = plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32) * cos
         plgpu.wgmma_wait(0)
@@ -112,7 +103,7 @@ def copies(
     plgpu.commit_smem()
     for copy, smem, out in zip(wanted, out_smem, outputs, strict=True):
       for part in range(parts):
-        to = out.at[b, head, columns(part), at] if copy.time_last else out.at[b, at, head, columns(part)]
+        to = out.at[b, head, columns(part), at] if copy.time_last else tile.part(out, part)
         plgpu.copy_smem_to_gmem(smem.at[part], to)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

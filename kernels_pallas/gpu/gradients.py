@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float16
 
-from kernels_pallas.gpu.angles import WIDTH, Angles, along, quarter_turn, radians
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, down, shared, token_tile, varying_as
+from kernels_pallas.gpu.angles import Angles, along, quarter_turn, radians
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, WIDTH, TokenTile, across, by_coordinate, down, shared, varying_as
 
 
 class Gradients(NamedTuple):
@@ -58,31 +58,21 @@ def gradients(
     rotation: Any = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + 1 + sums], refs[len(leaves) + 1 + sums :]
     x_smem, dx_smem, out_smem, sums_smem, halves_smem, turning_smem, turning_gradients_smem, filled = scratch
-    b, tile, head = token_tile(lax.axis_index("block"), time // ROWS, heads)
-    place, at = (b, lax.div(head, jnp.int32(group))), pl.ds(tile * ROWS, ROWS)
-
-    def columns(part):
-      return pl.ds(part * WIDTH, WIDTH)
+    tile = TokenTile.of_block(time // ROWS, heads, group)
+    b, head, at = tile.b, tile.head, tile.rows
 
     for part in range(parts):
       for ref, smem in ((x_ref, x_smem), (dx_ref, dx_smem)):
-        plgpu.copy_gmem_to_smem(ref.at[b, at, head, columns(part)], smem.at[part], filled)
+        plgpu.copy_gmem_to_smem(tile.part(ref, part), smem.at[part], filled)
     if rotation is not None:
       plgpu.copy_gmem_to_smem(rotation.turning, turning_smem, filled)
       plgpu.copy_gmem_to_smem(rotation.turning_gradients, turning_gradients_smem, filled)
-
-    def by_token(ref):
-      return plgpu.load(ref.at[at], layout=WGMMA.reduce(1), optimized=False)
-
     # While the vectors are on their way.
-    factors = by_token(factor_ref.at[b, head])
-    turns: Any = None if rotation is None else along(rotation.angles, place, by_token)
+    factors = tile.by_token(factor_ref.at[b, head])
+    turns: Any = None if rotation is None else along(rotation.angles, tile)
     plgpu.barrier_wait(filled)
 
     def work(part, so_far):
-      def by_coordinate(ref):
-        return plgpu.load(ref.at[columns(part)], layout=WGMMA.reduce(0), optimized=False)
-
       def unrotated(turned):
         high = dx.astype(bf16)
         halves_smem[0] = high
@@ -90,7 +80,7 @@ def gradients(
         plgpu.commit_smem()
         for half in range(2):
           plgpu.wgmma(turned, halves_smem.at[half], turning_gradients_smem)
-        angle = radians(rotation.angles, turns, place, tile, by_coordinate, shape)
+        angle = radians(rotation.angles, turns, tile, part)
         unturned = dx * jnp.cos(angle)
         plgpu.wgmma_wait(0)
         return unturned - turned[...] * jnp.sin(angle)
@@ -98,7 +88,9 @@ def gradients(
       def turned_by(turned):
         plgpu.wgmma(turned, x_smem.at[part], turning_smem)
         plgpu.wgmma_wait(0)
-        return (turned[...].astype(bf16).astype(f32) * dx * across(by_coordinate(rotation.speed), shape)).sum(axis=1)
+        return (turned[...].astype(bf16).astype(f32) * dx * across(by_coordinate(rotation.speed, part), shape)).sum(
+          axis=1
+        )
 
       x = plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32).astype(bf16).astype(f32)
       dx = plgpu.load(dx_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
@@ -116,7 +108,7 @@ def gradients(
       sums_smem[n] = found[n]
     plgpu.commit_smem()
     for part in range(parts):
-      plgpu.copy_smem_to_gmem(out_smem.at[part], outputs[0].at[b, at, head, columns(part)])
+      plgpu.copy_smem_to_gmem(out_smem.at[part], tile.part(outputs[0], part))
     for n in range(sums):
       plgpu.copy_smem_to_gmem(sums_smem.at[n], outputs[1 + n].at[b, head, at])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

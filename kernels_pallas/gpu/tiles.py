@@ -5,7 +5,7 @@ Kernels with products have warpgroups that compute and one that loads. The loade
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 ROWS = 64  # a warpgroup's rows of a tile: the M of wgmma
 TILE = 2 * ROWS  # tokens of two warpgroups
+WIDTH = 32  # coordinates that a kernel without a loader takes at a time: registers are left for other blocks
 FRAME = 256  # tokens whose keys are discounted to a common end; time is padded to whole frames
 STATE_WIDTH = 64  # of heads in states; narrower ones are filled up with zeros
 MULTIPROCESSORS = 132  # of an H100 or H200
@@ -58,11 +59,45 @@ def place_in_grid(item: Int[Array, ""], rows: int, tiles: int) -> tuple[Int[Arra
   return group * together + row, tiles - 1 - tile
 
 
-def token_tile(item: Int[Array, ""], tiles: int, heads: int) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
-  """(the sequence, the tile of tokens, the head) of a block of a grid over all of them; heads lie side by side."""
-  row, head = (f(item, jnp.int32(heads)) for f in (lax.div, lax.rem))
-  b, tile = (f(row, jnp.int32(tiles)) for f in (lax.div, lax.rem))
-  return b, tile, head
+class TokenTile(NamedTuple):
+  """ROWS tokens of one head, which a block of the grid of one warpgroup takes WIDTH coordinates at a time."""
+
+  b: Int[Array, ""]
+  number: Int[Array, ""]
+  head: Int[Array, ""]
+  source: Int[Array, ""]  # the head of what several heads share
+
+  @classmethod
+  def of_block(cls, tiles: int, heads: int, group: int) -> "TokenTile":
+    """That of this block, in a grid over all sequences, their tiles, and heads side by side."""
+    row, head = (f(lax.axis_index("block"), jnp.int32(heads)) for f in (lax.div, lax.rem))
+    b, number = (f(row, jnp.int32(tiles)) for f in (lax.div, lax.rem))
+    return cls(b, number, head, lax.div(head, jnp.int32(group)))
+
+  @property
+  def rows(self) -> Any:
+    """Its tokens."""
+    return pl.ds(self.number * ROWS, ROWS)
+
+  def part(self, ref: Any, part: Any) -> Any:
+    """Some coordinates of an array B T H d."""
+    return ref.at[self.b, self.rows, self.head, columns(part)]
+
+  def by_token(self, ref: Any) -> Float[Array, "rows"]:
+    """A number for each token, of a vector over time."""
+    numbers: Array = plgpu.load(ref.at[self.rows], layout=WGMMA.reduce(1), optimized=False)
+    return numbers
+
+
+def columns(part: Any) -> Any:
+  """Coordinates of a part of a head."""
+  return pl.ds(part * WIDTH, WIDTH)
+
+
+def by_coordinate(ref: Any, part: Any) -> Float[Array, "columns"]:
+  """A number for each of them."""
+  numbers: Array = plgpu.load(ref.at[columns(part)], layout=WGMMA.reduce(0), optimized=False)
+  return numbers
 
 
 def across(x: Float[Array, "columns"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
