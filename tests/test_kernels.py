@@ -84,9 +84,7 @@ def test_kernels_are_right_on_the_chip(case):
   options = {"entry": case.entry, "power": case.power, "form": "attention", "implementation": "pallas"}
   run = jax.jit(lambda x, w: comparing.with_gradients(lambda x: comparing.call(x, rest, **options), x, w))
   results, expected = run(x, cotangents(case)), reference(case)
-  # A rotation's gradient is the rest of sums that cancel. So is that of a gate before the only token of a state that
-  # was empty, which is 0: the terms are of order 500, and XLA multiplies them as TF32.
-  tolerances = {"dbeta": 7e-3} | ({"dlog_gate": 0.2} if (case.entry, case.T) == ("prefill", 1) else {})
+  tolerances = {"dbeta": 7e-3}  # a rotation's gradient is the rest of sums that cancel
   for name in tolerances.keys() & results.keys():
     assert_results_close({name: results.pop(name)}, {name: expected[name]}, tolerances[name])
   assert_results_close(results, expected, TOLERANCE[case.dtype])

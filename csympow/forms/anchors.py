@@ -26,11 +26,18 @@ def cotangents(
   pulls: near.Pulls, ends: Ends, rotation: rotating.Rotation | None
 ) -> tuple[Float[Array, "B T H"], rotating.Rotation | None]:
   """Those of the log gates, and of the rotation."""
-  dlog_gate = prefix_sum(_anchored(pulls.G, -ends.pulled), reverse=True).hi + ends.pulled[:, -1:]
+  dlog_gate = of_gates(pulls.G, ends.pulled)
   if rotation is None or ends.turned is None or pulls.total is None:
     return dlog_gate, None
   along = jnp.sum(ends.turned * rotation.rates, axis=-1) / (2 * jnp.pi)
   return dlog_gate, rotating.cotangent(rotation, _anchored(pulls.turns, ends.turned), _anchored(pulls.total, along))
+
+
+def of_gates(
+  pulls: tuple[Float[Array, "B T H"], Float[Array, "B T H"]], pulled: Float[Array, "B ends H"]
+) -> Float[Array, "B T H"]:
+  """Those of the log gates, from what queries and keys add and what is pulled at the ends of chunks."""
+  return prefix_sum(_anchored(pulls, -pulled), reverse=True).hi + pulled[:, -1:]
 
 
 def _anchored(

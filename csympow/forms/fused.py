@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from csympow import gates
-from csympow.forms import attention, near, near_tpu, rotating
-from csympow.forms.chunked import Sequence, finish, inputs_of, normalised_backward
+from csympow.forms import anchors, near, near_tpu, rotating
+from csympow.forms.chunked import Sequence, inputs_of, normalised_backward
 from csympow.forms.memory import Memory, Written, discounted, empty, inner, read, read_backward, write, write_backward
 from csympow.forms.spans import Inputs, Settings, Sums, for_each, heads_first, over_normaliser, time_first
 from csympow.prefix import Total, prefix_sum
@@ -111,21 +111,14 @@ def _backward(
 
   dq, dk = kernels.unscaled(x, inside.q, inside.k, power)
   pulls = kernels.pulls(x, inside.q, inside.k, rotation, power)
-  dG, dturns = jnp.add(*pulls.G), jnp.add(*pulls.turns)
+  dturns = jnp.add(*pulls.turns)
   inputs, decay = _span(saved.sequence)
-  gradients = attention.Gradients(
-    q_far=jnp.zeros_like(inputs.q),
-    q_near=heads_first(dq),
-    k_far=jnp.zeros_like(inputs.k),
-    k_near=heads_first(dk),
-    v=heads_first(dv.astype(jnp.float32)),
-    G_near=heads_first(dG[..., None]),
-  )
-  pull, dmemory = jnp.zeros_like(dG[:, 0]), None
+  pulled = jnp.zeros_like(dq[:, 0, :, 0, 0])
+  first, last, q_far, k_far, dmemory = pulled, pulled, jnp.zeros_like(inputs.q), jnp.zeros_like(inputs.k), None
   if dfinal is not None and saved.final is not None:
-    pull = inner(dfinal, saved.final)
+    last = inner(dfinal, saved.final)
     k_far, v_far = write_backward(dfinal, Written(inputs.k, inputs.v, decay.until_end), settings)
-    gradients = gradients._replace(k_far=k_far, v=gradients.v + v_far)
+    dv = dv + time_first(v_far)
     dmemory = discounted(dfinal, decay.log_across)
   if saved.memory is not None:
     dmemory = for_each(jnp.zeros_like, saved.memory) if dmemory is None else dmemory
@@ -133,12 +126,18 @@ def _backward(
     dsums = normalised_backward(dy.astype(jnp.float32), saved.y.high.reshape(dy.shape), denominator)
     dsums = for_each(lambda x: heads_first(x) * decay.since_start[:, :, None], dsums)
     dmemory, q_far = read_backward(saved.memory, inputs.q, dsums, dmemory, settings)
-    gradients = gradients._replace(q_far=q_far)
-  q, k = saved.sequence.q, saved.sequence.k[..., None, :]
-  dturns += rotating.torque(q, time_first(gradients.q_far)) + rotating.torque(
-    k, time_first(gradients.k_far)[..., None, :]
+    first = inner(dmemory, saved.memory)
+  q, k, dq_far, dk_far = saved.sequence.q, saved.sequence.k, time_first(q_far), time_first(k_far)
+  by_query = pulls.G[0] + jnp.sum(q * dq_far, axis=(-2, -1)) / power  # Euler, as in the kernels' part
+  by_key = pulls.G[1] - jnp.sum(k * dk_far, axis=-1) / power
+  dturns += rotating.torque(q, dq_far) + rotating.torque(k[..., None, :], dk_far[..., None, :])
+  dtokens = near.Tokens(
+    dq + dq_far,
+    dk + dk_far,
+    dv,
+    anchors.of_gates((by_query, by_key), jnp.stack([first, last], axis=1)),
+    _by_turns(rotation, dturns),
   )
-  dtokens = near.Tokens(*finish(inputs, gradients, pull, power), _by_turns(rotation, dturns))
   dtypes = (dtype if saved.memory is None else jnp.float32, dtype)
   return near.before_rotation(dtokens, rotation, dtypes), None if saved.memory is None else dmemory
 
