@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 _BLOCK = 128  # tokens summed by one matrix product
+_TOTALS = 1024  # and totals of such blocks
 
 
 class Total(NamedTuple):
@@ -40,59 +41,69 @@ def prefix_sum(
 ) -> Total:
   """The inclusive sum over time, forwards or backwards, beginning anew at each token where `restarts` is true.
 
-  Inside a block of tokens a product with a triangle of ones; across blocks an associative scan of their totals.
+  Inside a block of tokens a product with a triangle of ones, and so on with the totals of blocks; if there are restarts
+  these are joined by an associative scan.
   """
-  (batch, time, heads), size = x.shape, min(_BLOCK, x.shape[1])
   if reverse:
     x, restarts = x[:, ::-1], None if restarts is None else restarts[:, ::-1]
-
-  def blocks(array: Array) -> Array:
-    padded = jnp.pad(array, ((0, 0), (0, -time % size), (0, 0)))
-    return padded.reshape(batch, -1, size, array.shape[-1])
-
-  x = blocks(x)
-  adds, run = jnp.tri(size, dtype=jnp.float32), None
-  if restarts is not None:
-    run = _exact(adds, blocks(restarts).astype(jnp.float32))  # how many restarts so far in the block
-    adds = jnp.where(run == jnp.swapaxes(run, -1, -2), adds, 0.0)
-  coarse, fine = _on_grid(x)
-  total = two_sum(_exact(adds, coarse), _exact(adds, fine))
-  if x.shape[1] > 1:
-    total = add(_total_before(total, run), total)
-  hi, lo = (array.reshape(batch, -1, heads)[:, :time] for array in total)
+  x = jnp.swapaxes(x, 1, 2)
+  total = _running(x) if restarts is None else _restarting(x, restarts[..., 0])
+  hi, lo = (jnp.swapaxes(array, 1, 2) for array in total)
   return Total(hi[:, ::-1], lo[:, ::-1]) if reverse else Total(hi, lo)
 
 
-def _total_before(totals: Total, run: Float[Array, "B n t 1"] | None) -> Total:
-  """The sum of earlier blocks that each token goes on from: none once its own block has restarted."""
-  by_block = Total(totals.hi[:, :, -1], totals.lo[:, :, -1])
-  if run is None:
-    until = _running(by_block)
-  else:
+def _running(x: Float[Array, "B H n"], more: Float[Array, "B H n"] | None = None) -> Total:
+  """The inclusive sum of x, or of x + more if these are totals."""
+  count, size = x.shape[-1], _BLOCK if more is None else _TOTALS
+  blocks = _blocks(x, size)
+  coarse, fine, unit = _on_grid(blocks, size)
+  parts = [coarse, fine]
+  if more is not None:  # the first two sums are exact, and the third need not be
+    fine, finest, _ = _on_grid(fine, size, unit)
+    parts = [coarse, fine, finest + _blocks(more, size)]
+  adds = jnp.tri(blocks.shape[-1], dtype=jnp.float32).T
+  coarse, *parts = (jnp.matmul(part, adds, precision="highest") for part in parts)
+  total = Total(coarse, jnp.zeros_like(coarse))
+  for part in parts:
+    total = add(total, Total(part, jnp.zeros_like(part)))
+  if blocks.shape[2] > 1:
+    total = add(_before(_running(total.hi[..., -1], total.lo[..., -1])), total)
+  return Total(*(array.reshape(*x.shape[:2], -1)[..., :count] for array in total))
 
-    def join(left: tuple[Array, Total], right: tuple[Array, Total]) -> tuple[Array, Total]:
-      both = add(left[1], right[1])
-      return left[0] | right[0], jax.tree.map(lambda new, sum: jnp.where(right[0], new, sum), right[1], both)
 
-    _, until = lax.associative_scan(join, (run[:, :, -1] > 0, by_block), axis=1)
-  before = (jnp.pad(array[:, :-1], ((0, 0), (1, 0), (0, 0)))[:, :, None] for array in until)
-  return Total(*(array if run is None else jnp.where(run == 0, array, 0.0) for array in before))
+def _restarting(x: Float[Array, "B H T"], restarts: Bool[Array, "B T"]) -> Total:
+  """The same, anew at each restart."""
+  time = x.shape[-1]
+  adds, blocks = jnp.tri(min(_BLOCK, time), dtype=jnp.float32), _blocks(x, _BLOCK)
+  # How many restarts there have been so far in the block.
+  begins = _blocks(restarts.astype(jnp.float32)[:, None], _BLOCK)[:, 0]
+  run = jnp.einsum("ij,bnj->bni", adds, begins, precision="highest")
+  adds = jnp.where(run[..., :, None] == run[..., None, :], adds, 0.0)
+  coarse, fine, _ = _on_grid(blocks, _BLOCK)
+  total = two_sum(*(jnp.einsum("bnij,bhnj->bhni", adds, part, precision="highest") for part in (coarse, fine)))
+  run = run[:, None]
+
+  def join(left: tuple[Array, Total], right: tuple[Array, Total]) -> tuple[Array, Total]:
+    both = add(left[1], right[1])
+    return left[0] | right[0], jax.tree.map(lambda new, sum: jnp.where(right[0], new, sum), right[1], both)
+
+  ends = Total(total.hi[..., -1], total.lo[..., -1])
+  _, until = lax.associative_scan(join, (jnp.broadcast_to(run[..., -1] > 0, ends.hi.shape), ends), axis=2)
+  # What each token goes on from: nothing once its own block has restarted.
+  before = Total(*(jnp.where(run == 0, array, 0.0) for array in _before(until)))
+  return Total(*(array.reshape(*x.shape[:2], -1)[..., :time] for array in add(before, total)))
 
 
-def _running(x: Total) -> Total:
-  """The inclusive sum of many totals, B n H: by blocks, too, for a scan over all would be slow on a GPU."""
-  (batch, count, heads), size = x.hi.shape, _BLOCK
-  if count <= size:
-    return lax.associative_scan(add, x, axis=1)
-  hi, lo = (jnp.pad(a, ((0, 0), (0, -count % size), (0, 0))).reshape(batch, -1, size, heads) for a in x)
-  adds = jnp.tri(size, dtype=jnp.float32)
-  coarse, rest = _on_grid(hi)
-  fine, finest = _on_grid(rest)  # the first two sums are exact, and the third need not be
-  inside = two_sum(_exact(adds, coarse), _exact(adds, fine))
-  inside = add(inside, Total(_exact(adds, finest + lo), jnp.zeros_like(lo)))
-  before = lax.associative_scan(add, Total(inside.hi[:, :, -1], inside.lo[:, :, -1]), axis=1)
-  earlier = Total(*(jnp.pad(a[:, :-1], ((0, 0), (1, 0), (0, 0)))[:, :, None] for a in before))
-  return Total(*(a.reshape(batch, -1, heads)[:, :count] for a in add(earlier, inside)))
+def _blocks(x: Float[Array, "B H T"], size: int) -> Float[Array, "B H n t"]:
+  """Filled up with zeros to whole blocks, or to one if that is shorter."""
+  size = min(size, x.shape[-1])
+  padded = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[-1] % size)))
+  return padded.reshape(*x.shape[:2], -1, size)
+
+
+def _before(until: Total) -> Total:
+  """From the sums at the ends of blocks those before them, B H n 1."""
+  return Total(*(jnp.pad(array[..., :-1], ((0, 0), (0, 0), (1, 0)))[..., None] for array in until))
 
 
 def add(left: Total, right: Total) -> Total:
@@ -101,14 +112,17 @@ def add(left: Total, right: Total) -> Total:
   return two_sum(total, lost + (left.lo + right.lo))
 
 
-def _on_grid(x: Float[Array, "B n t H"]) -> tuple[Float[Array, "B n t H"], Float[Array, "B n t H"]]:
-  """X as a sum of two parts, the first such that its sums over a block are exact in float32, in any order."""
-  largest = jnp.maximum(jnp.max(jnp.abs(x), axis=2, keepdims=True), 1e-30)
-  exponent = lax.bitcast_convert_type(largest, jnp.uint32) & np.uint32(0x7F800000)
-  unit = lax.bitcast_convert_type(exponent, jnp.float32) * (2.0 * _BLOCK / 2**24)
+def _on_grid(
+  x: Float[Array, "B H n t"], size: int, within: Float[Array, "B H n 1"] | None = None
+) -> tuple[Float[Array, "B H n t"], Float[Array, "B H n t"], Float[Array, "B H n 1"]]:
+  """X as a sum of two parts, the first such that its sums over `size` are exact in float32, in any order; and its unit.
+
+  `within` is a power of two that no x exceeds, if one is known.
+  """
+  if within is None:
+    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-30)
+    exponent = lax.bitcast_convert_type(largest, jnp.uint32) & np.uint32(0x7F800000)
+    within = 2 * lax.bitcast_convert_type(exponent, jnp.float32)
+  unit = within * (size / 2**24)
   coarse = jnp.round(x / unit) * unit
-  return coarse, x - coarse
-
-
-def _exact(adds: Float[Array, "..."], x: Float[Array, "B n t H"]) -> Float[Array, "B n t H"]:
-  return jnp.matmul(adds, x, precision="highest")
+  return coarse, x - coarse, unit

@@ -1,0 +1,51 @@
+"""Running totals: 48 bits of them, over any length, forwards and backwards, anew at restarts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from csympow.prefix import prefix_sum
+
+LENGTHS = [1, 7, 128, 129, 1000, 65_536, 200_003]  # the last has three levels of blocks
+
+
+def exact(x, restarts=None, reverse=False):
+  """The same sums in float64."""
+  flip = slice(None, None, -1 if reverse else 1)
+  x = np.asarray(x, np.float64)[:, flip]
+  total = np.cumsum(x, axis=1)
+  if restarts is not None:
+    begins = np.asarray(restarts)[:, flip, 0]
+    last = np.maximum.accumulate(np.where(begins, np.arange(x.shape[1]), 0), axis=1)
+    before = np.pad(total, ((0, 0), (1, 0), (0, 0)))
+    total = total - np.take_along_axis(before, last[..., None], axis=1)
+  return total[:, flip]
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("restarting", [False, True])
+def test_totals_keep_more_bits_than_float32_has(T, reverse, restarting):
+  rng = np.random.default_rng(T)
+  # Of one sign, as log gates and betas are, and of many sizes, so that a float32 total would lose most of them.
+  x = np.asarray(np.exp(4 * rng.standard_normal((2, T, 3))), np.float32)
+  restarts = jnp.asarray(rng.random((2, T, 1)) < 3 / T) if restarting else None
+  total = jax.jit(lambda x: prefix_sum(x, restarts, reverse=reverse))(x)
+  found = np.asarray(total.hi, np.float64) + np.asarray(total.lo, np.float64)
+  expected = exact(x, restarts, reverse)
+  largest = np.max(np.abs(expected), axis=1, keepdims=True)
+  assert np.max(np.abs(found - expected) / largest) < 2.0**-35
+  assert np.all(np.abs(total.lo) <= 2.0**-24 * np.abs(total.hi))
+
+
+def test_differences_of_far_totals_are_as_exact_as_of_near_ones():
+  x = jnp.full((1, 2**20, 1), 0.1, jnp.float32)
+  total = prefix_sum(x)
+  step = (total.hi[0, -1, 0] - total.hi[0, -2, 0]) + (total.lo[0, -1, 0] - total.lo[0, -2, 0])
+  assert abs(float(step) / float(np.float32(0.1)) - 1) < 1e-6
+
+
+def test_sums_that_are_exact_in_float32_are_exact():
+  x = np.random.default_rng(0).integers(-8, 9, (1, 300_000, 2)).astype(np.float32)
+  np.testing.assert_array_equal(prefix_sum(jnp.asarray(x)).hi, np.cumsum(x, axis=1))
