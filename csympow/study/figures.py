@@ -8,7 +8,7 @@ import numpy as np
 
 from csympow.evaluate import results
 from csympow.study.config import StudyConfig
-from csympow.study.records import Mean, Record
+from csympow.study.records import TAIL, Mean, Record
 from csympow.study.tables import contexts_run, evaluated_cells, measured, of_grid
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ _STYLES: dict[str, dict[str, Any]] = {
   "conformal": {"color": "#1a7a2e", "marker": "^", "linestyle": "-", "linewidth": 1.3},
 }
 _PANEL = (4.6, 3.7)  # inches: its text can be read at half the width of a page
+_WIDE = 6.4  # inches, of a panel that stands alone
 _FIRST_POSITION = 256  # below it few tokens are averaged, and the loss is that of a book's very beginning
 _CEILING = 1.5  # nats above the others' range up to which a loss that breaks down is drawn
 _SMOOTHED = 0.05  # of the time, over which losses against time are averaged
@@ -43,13 +44,15 @@ def training(study: StudyConfig, kept: Sequence[Record]) -> "Figure | None":
       absent += [] if points else [variant]
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
-    axes.set_xlim(contexts[0] / 1.3, contexts[-1] * 1.3)
+    axes.set_xlim(contexts[0] / 1.4, contexts[-1] * 1.4)
     axes.minorticks_off()
     axes.set_title(f"p = {power}{', without ' * bool(absent)}{', '.join(absent)}", fontsize=11)
     axes.set_xlabel("training context (tokens)")
     axes.grid(alpha=0.3)
   panels[0].set_ylabel("final training loss (nats per token)")
   _legend(figure, panels)
+  told = f"mean over the last {TAIL:.0%} of the steps; bars: standard error over their batches"
+  _note(figure, f"{told}, which all variants of a context share")
   return figure
 
 
@@ -68,6 +71,7 @@ def past_context(study: StudyConfig, kept: Sequence[Record]) -> "Figure | None":
       if record is None or not curve:
         continue
       notes = f"{record.context[0]['stretches']} stretches of held-out books; bands: standard error over them"
+      notes += ", which all variants share"
       ends = [end for end in curve if end >= min(_FIRST_POSITION, max(curve))]
       _band(axes, ends, [curve[end] for end in ends], variant)
       last = max(last, *ends)
@@ -88,39 +92,44 @@ def past_context(study: StudyConfig, kept: Sequence[Record]) -> "Figure | None":
     axes.set_title(f"p = {power}, trained at {trained:,}", fontsize=11)
     axes.set_ylabel("held-out loss (nats per token)")
   _legend(figure, panels)
-  figure.supxlabel(notes, fontsize=8)
+  _note(figure, notes)
   return figure
 
 
 def clock(study: StudyConfig, kept: Sequence[Record]) -> "Figure | None":
-  """Training loss against the time of training; None if nothing was run for it."""
+  """Losses against the time of training; None if nothing was run for it."""
   timed = [record for record in kept if record.kind == "clock"]
   if not timed:
     return None
-  figure, (axes,) = _panels(1)
+  figure, (axes,) = _panels(1, width=_WIDE)
   for record in timed:
     seconds = np.cumsum([time or 0.0 for time in record.steps["step_s"]])
     losses = np.asarray(record.losses)
     window = max(1, round(_SMOOTHED * len(losses)))
     smooth = np.convolve(losses, np.full(window, 1 / window), mode="valid")
-    style = _unmarked(record.variant)
-    label = f"{record.variant}: {record.tokens_per_s:,.0f} tokens/s"
-    axes.plot(seconds, losses, linewidth=0.5, alpha=0.3, color=style["color"])
+    style = _STYLES[record.variant]
+    colour, marker = style["color"], style["marker"]
+    axes.plot(seconds, losses, linewidth=0.5, alpha=0.3, color=colour)
+    label = f"{record.variant}: {len(losses):,} steps, {record.tokens_per_s:,.0f} tokens/s"
     middle = (window - 1) // 2
-    axes.plot(seconds[middle : middle + len(smooth)], smooth, label=label, **style)
+    axes.plot(seconds[middle : middle + len(smooth)], smooth, label=label, **_unmarked(record.variant))
+    heldout = [math.nan if loss is None else loss for loss in record.steps["heldout_loss"]]
+    axes.plot(seconds, heldout, linestyle="none", marker=marker, markerfacecolor="white", color=colour, zorder=3)
     axes.set_ylim(top=min(9.5, float(np.nanmax(losses))))
+  model = timed[0].summary["config"]["model"]
+  shape = f"{model['num_layers']} layers, {model['d_model']:,} wide, p = {model['power']}"
+  axes.set_title(f"{shape}, {timed[0].trained_at:,} tokens of context, {timed[0].summary['device']}", fontsize=10)
   axes.set_xlabel("seconds of training")
-  axes.set_ylabel("training loss (nats per token)")
-  axes.set_title(f"{timed[0].trained_at:,} tokens of context", fontsize=11)
+  axes.set_ylabel("loss (nats per token)")
   axes.grid(alpha=0.3)
-  axes.legend()
+  axes.legend(fontsize=9)
+  _note(figure, f"training loss by step and (thick) over {_SMOOTHED:.0%} of the time; marks: held-out loss")
   return figure
 
 
-def _panels(count: int, *, sharey: bool = False) -> tuple["Figure", list[Any]]:
+def _panels(count: int, *, width: float = _PANEL[0], sharey: bool = False) -> tuple["Figure", list[Any]]:
   """A figure of panels side by side."""
-  width, height = _PANEL
-  figure = results.new_figure(width * count, height)
+  figure = results.new_figure(width * count, _PANEL[1])
   return figure, list(figure.subplots(1, count, squeeze=False, sharey=sharey)[0])
 
 
@@ -147,3 +156,8 @@ def _legend(figure: "Figure", panels: Sequence[Any]) -> None:
   handles, labels = panels[0].get_legend_handles_labels()
   columns = -(-len(labels) // (1 if len(panels) > 1 else 2))  # over a single panel, in two lines
   figure.legend(handles, labels, loc="outside upper center", ncols=columns, fontsize=9)
+
+
+def _note(figure: "Figure", text: str) -> None:
+  """What is drawn, in small print below."""
+  figure.supxlabel(text, fontsize=8)
