@@ -61,6 +61,8 @@ def test_the_report_keeps_prose_and_has_the_papers_numbers_beside_ours(tmp_path)
   assert "| sympow | +0.300 ± 0.000 (\N{MINUS SIGN}0.107) | +0.300 ± 0.000 (\N{MINUS SIGN}0.068) |" in text
   assert "| sympow | 4.220 ± 0.010 | 7.180 ± 0.010 | 4.220 ± 0.010 | 7.180 ± 0.010 | 1 MiB | 7.10 |" in text
   assert "| sympow | 4.340 ± 0.010 | 4.320 ± 0.010 |" in text, "from 256 tokens on"
+  assert "| p=4, trained at 16,384 | 512 tokens instead of 256 | 16,384 tokens instead of 512 |" in text
+  assert "| sympow | +0.020 | +0.100 | \N{MINUS SIGN}2.960 ± 0.010 |" in text
   assert "| conformal | 2.0; 3,000 | 2.0; 3,000 |" in text
   assert "| 1 x 1,048,576 | 100 | 0.10 | 10,485,760 | 1 GiB |" in text
   for name in ("training", "past_context", "clock"):
