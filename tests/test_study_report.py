@@ -54,7 +54,8 @@ def test_the_report_keeps_prose_and_has_the_papers_numbers_beside_ours(tmp_path)
   for run in plan.timed(study):
     keep(out, run, [5.0 - 0.01 * n for n in range(100)])
   line = report.write(study, out, docs)
-  assert "results.csv, images/study_training.png, images/study_past_context.png, images/study_clock.png" in line
+  names = ("training", "past_context", "window", "clock")
+  assert f"results.csv, {', '.join(f'images/study_{name}.png' for name in names)} in" in line
   text = (docs / "results.md").read_text()
   assert "| p=4 | 4,096 | 16,384 |" in text
   assert "| softmax | 4.000 ± 0.000 (3.660) | 4.000 ± 0.000 (2.969) |" in text
@@ -65,7 +66,7 @@ def test_the_report_keeps_prose_and_has_the_papers_numbers_beside_ours(tmp_path)
   assert "| sympow | +0.020 | +0.100 | \N{MINUS SIGN}2.960 ± 0.010 |" in text
   assert "| conformal | 2.0; 3,000 | 2.0; 3,000 |" in text
   assert "| 1 x 1,048,576 | 100 | 0.10 | 10,485,760 | 1 GiB |" in text
-  for name in ("training", "past_context", "clock"):
+  for name in names:
     assert (docs / "images" / f"study_{name}.png").read_bytes().startswith(b"\x89PNG")
   with (docs / "results.csv").open(newline="") as lines:
     assert len(list(csv.DictReader(lines))) == len(records.load_all(out))
@@ -86,7 +87,7 @@ def test_the_report_leaves_out_what_was_not_run_and_says_so_in_one_line(tmp_path
   unevaluated = "p=2, trained at 4,096: not evaluated yet.\n\np=4, trained at 16,384: not evaluated yet."
   assert tables.past_context(study, kept) == unevaluated
   assert tables.window(study, kept) == tables.sweep(study, kept) == "Not run yet."
-  for draw in (figures.training, figures.past_context, figures.clock):
+  for draw in (figures.training, figures.past_context, figures.window, figures.clock):
     assert draw(study, kept) is None
 
   keep(tmp_path, runs["p2_4096_conformal"], [3.0] * 20, evaluated=curve)

@@ -1,4 +1,4 @@
-"""The study's figures: the paper's two, and loss against time."""
+"""The study's figures: the paper's two, loss against context for the same tokens, and loss against time."""
 
 import math
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 _PANEL = (4.6, 3.7)  # inches: its text can be read at half the width of a page
 _WIDE = 6.4  # inches, of a panel that stands alone
 _FIRST_POSITION = 256  # below it few tokens are averaged, and the loss is that of a book's very beginning
+_FIRST_WINDOW = 64  # every model gains by every token up to it
 _CEILING = 1.5  # nats above the others' range up to which a loss that breaks down is drawn
 _SMOOTHED = 0.05  # of the time, over which losses against time are averaged
 
@@ -58,6 +59,20 @@ def training(study: StudyConfig, kept: Sequence[Record]) -> "Figure | None":
 
 def past_context(study: StudyConfig, kept: Sequence[Record]) -> "Figure | None":
   """Held-out loss against position, far past the training context, a panel for each cell that was evaluated."""
+  told = "bands: standard error over them, which all variants share"
+  return _evaluated(study, kept, "position", _FIRST_POSITION, "position (tokens)", told, banded=True)
+
+
+def window(study: StudyConfig, kept: Sequence[Record]) -> "Figure | None":
+  """Held-out loss of the same last tokens against how many tokens before them the model is given."""
+  told = "their last 256 tokens, the same at every context and for all variants"
+  return _evaluated(study, kept, "window", _FIRST_WINDOW, "context given (tokens)", told, banded=False)
+
+
+def _evaluated(
+  study: StudyConfig, kept: Sequence[Record], measure: str, first: int, label: str, told: str, *, banded: bool
+) -> "Figure | None":
+  """A curve of the evaluation from `first` tokens on, a panel for each cell that was evaluated; None if none was."""
   shown = evaluated_cells(study, kept)
   if not shown:
     return None
@@ -67,28 +82,21 @@ def past_context(study: StudyConfig, kept: Sequence[Record]) -> "Figure | None":
     last, drawn = 1, []
     for variant in study.variants:
       record = of_grid(kept, power, trained, variant)
-      curve = measured(record, "position")
+      curve = measured(record, measure)
       if record is None or not curve:
         continue
-      notes = f"{record.context[0]['stretches']} stretches of held-out books; bands: standard error over them"
-      notes += ", which all variants share"
-      ends = [end for end in curve if end >= min(_FIRST_POSITION, max(curve))]
-      _band(axes, ends, [curve[end] for end in ends], variant)
+      notes = f"{record.context[0]['stretches']} stretches of held-out books; {told}"
+      ends = [end for end in curve if end >= min(first, max(curve))]
+      _curve(axes, ends, [curve[end] for end in ends], variant, banded=banded)
       last = max(last, *ends)
       drawn.append([curve[end].mean for end in ends if math.isfinite(curve[end].mean)])
-    if any(drawn):
-      # One that breaks down leaves the panel, so that the others can be told apart.
-      finite = list(filter(None, drawn))
-      least, most = min(map(min, finite)), min(map(max, finite))
-      top = min(max(map(max, finite)), most + _CEILING)
-      margin = max(0.1 * (top - least), 0.01)
-      axes.set_ylim(least - margin, top + margin)
+    _limit(axes, list(filter(None, drawn)))
     axes.axvline(trained, color="red", linestyle=":", linewidth=1.3, label="training context")
-    results.tokens_axis(axes, last, "position (tokens)")
-    first = min(_FIRST_POSITION, last)
-    ticks = [2**n for n in range(first.bit_length() - 1, last.bit_length(), 2)]
+    results.tokens_axis(axes, last, label)
+    begin = min(first, last)
+    ticks = [2**n for n in range(begin.bit_length() - 1, last.bit_length(), 2)]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=9)
-    axes.set_xlim(first, last * 1.1)
+    axes.set_xlim(begin, last * 1.1)
     axes.set_title(f"p = {power}, trained at {trained:,}", fontsize=11)
     axes.set_ylabel("held-out loss (nats per token)")
   _legend(figure, panels)
@@ -141,11 +149,21 @@ def _line(axes: Any, points: dict[int, Mean], variant: str) -> None:
   )
 
 
-def _band(axes: Any, ends: list[int], points: list[Mean], variant: str) -> None:
+def _curve(axes: Any, ends: list[int], points: list[Mean], variant: str, *, banded: bool) -> None:
   style = _unmarked(variant)
   axes.plot(ends, [point.mean for point in points], label=variant, **style)
-  low, high = ([point.mean + sign * point.error for point in points] for sign in (-1, 1))
-  axes.fill_between(ends, low, high, color=style["color"], alpha=0.15, linewidth=0)
+  if banded:
+    low, high = ([point.mean + sign * point.error for point in points] for sign in (-1, 1))
+    axes.fill_between(ends, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _limit(axes: Any, drawn: list[list[float]]) -> None:
+  """Lets a curve that breaks down leave the panel, so that the others can be told apart."""
+  if drawn:
+    least, most = min(map(min, drawn)), min(map(max, drawn))
+    top = min(max(map(max, drawn)), most + _CEILING)
+    margin = max(0.1 * (top - least), 0.01)
+    axes.set_ylim(least - margin, top + margin)
 
 
 def _unmarked(variant: str) -> dict[str, Any]:

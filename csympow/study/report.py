@@ -39,7 +39,12 @@ _PARTS: dict[str, tuple[str, Callable[[StudyConfig, Sequence[Record]], str]]] = 
   "clock": ("Loss against time at 65,536 tokens", tables.clock),
   "speed": ("A million tokens of context", tables.speed),
 }
-_FIGURES = {"training": figures.training, "past_context": figures.past_context, "clock": figures.clock}
+_FIGURES = {
+  "training": figures.training,
+  "past_context": figures.past_context,
+  "window": figures.window,
+  "clock": figures.clock,
+}
 
 
 def write(study: StudyConfig, out: Path, directory: Path) -> str:
