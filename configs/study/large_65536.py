@@ -2,8 +2,8 @@
 
     python train.py --config=configs/study/large_65536.py --workdir=runs/study/large_65536
 
-Hardware: one GPU of 80 GB. Time and score: docs/results.md. It has more steps than anyone will wait for: stop it by
-Ctrl-C. Softmax beside it: --config.model.variant=softmax and a workdir of its own.
+Hardware: one GPU (6.4 GiB of an H200). 467 steps in 101 s, held-out loss 4.95: docs/results.md. It has more steps than
+anyone will wait for: stop it by Ctrl-C. Softmax beside it: --config.model.variant=softmax and a workdir of its own.
 """
 
 from configs.study import large

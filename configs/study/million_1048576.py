@@ -2,7 +2,7 @@
 
     python train.py --config=configs/study/million_1048576.py --workdir=runs/study/million_1048576
 
-Hardware: one GPU of 80 GB or more. Time, memory and score: docs/results.md.
+Hardware: one GPU of 80 GB (34.9 GiB of an H200). 87 s, held-out loss 5.62: docs/results.md.
 """
 
 from configs.study import million

@@ -2,7 +2,7 @@
 
     python train.py --config=configs/study/million_4096.py --workdir=runs/study/million_4096
 
-Hardware: one GPU of 80 GB or more. Time, memory and score: docs/results.md.
+Hardware: one GPU of 80 GB (26.8 GiB of an H200). 12 s, held-out loss 6.80: docs/results.md.
 """
 
 from configs.study import million

@@ -2,7 +2,7 @@
 
     python train.py --config=configs/study/p4_65536.py --workdir=runs/study/p4_65536
 
-Hardware: one GPU. Time and score: docs/results.md. Other variants:
+Hardware: one GPU. Time and score, of 384 steps: docs/results.md. Other variants:
 --config.model.variant=softmax (or sympow, sympow+gating) and a workdir of its own.
 """
 

@@ -19,7 +19,7 @@ from csympow.config import ConfigError
 from csympow.data.output import replace_file
 from csympow.train.metrics import finite, read
 
-_TAIL = 0.05  # of the steps, the last ones, whose mean is the final loss
+TAIL = 0.05  # of the steps, the last ones, whose mean is the final loss
 _WARMUP_STEPS = 2  # whose times do not count
 _COLUMNS = ("step", "loss", "grad_norm", "step_s", "heldout_loss")
 
@@ -90,7 +90,7 @@ class Record(NamedTuple):
   def tail(self) -> list[float]:
     """The training losses of the last steps; none of a run that diverged."""
     losses = self.losses
-    return [] if self.diverged else losses[-max(1, round(_TAIL * len(losses))) :]
+    return [] if self.diverged else losses[-max(1, round(TAIL * len(losses))) :]
 
   @property
   def final_loss(self) -> Mean:

@@ -32,13 +32,19 @@ _PARTS: dict[str, tuple[str, Callable[[StudyConfig, Sequence[Record]], str]]] = 
   "heldout": ("Held-out loss at the training context", tables.heldout),
   "past_context": ("Past the training context", tables.past_context),
   "window": ("The same last 256 tokens, given more and more of what came before", tables.window),
+  "gain": ("What more context is worth to a model", tables.gain),
   "sweep": ("How learning rate and offset were chosen", tables.sweep),
   "twice": ("The same run twice", tables.twice),
   "memory": ("Tokens that heads remember: the median head, and the one that remembers longest", tables.memory),
   "clock": ("Loss against time at 65,536 tokens", tables.clock),
   "speed": ("A million tokens of context", tables.speed),
 }
-_FIGURES = {"training": figures.training, "past_context": figures.past_context, "clock": figures.clock}
+_FIGURES = {
+  "training": figures.training,
+  "past_context": figures.past_context,
+  "window": figures.window,
+  "clock": figures.clock,
+}
 
 
 def write(study: StudyConfig, out: Path, directory: Path) -> str:

@@ -14,6 +14,7 @@ from csympow.study.records import Mean, Record
 from csympow.train.metrics import size
 
 _OCTAVES_SHOWN = 9  # of contexts that the same last tokens are given
+_NEAR = (256, 512)  # tokens, up to which every model gains by context
 
 
 def training(study: StudyConfig, kept: Sequence[Record]) -> str:
@@ -86,6 +87,23 @@ def window(study: StudyConfig, kept: Sequence[Record]) -> str:
     shown = sorted(context for n in range(_OCTAVES_SHOWN) if (context := longest >> n))
     rows = [[variant, *(_mean(curve.get(context)) for context in shown)] for variant, curve in found.items()]
     parts.append(_markdown([f"p={power}, trained at {trained:,}", *(f"{context:,}" for context in shown)], rows))
+  return "\n\n".join(parts) or "Not run yet."
+
+
+def gain(study: StudyConfig, kept: Sequence[Record]) -> str:
+  """By how much the loss of the same last tokens falls with more context: near, to that of training, and past it."""
+  parts = []
+  for power, trained in evaluated_cells(study, kept):
+    found = {variant: of_grid(kept, power, trained, variant) for variant in study.variants}
+    longest = max(max(measured(record, "window"), default=0) for record in found.values())
+    spans = [_NEAR, (_NEAR[1], trained)]
+    rows = []
+    for variant, record in found.items():
+      curve, past = measured(record, "window"), measured(record, "gain").get(trained)
+      near = ["-" if few not in curve else _signed(curve[few].mean - curve[many].mean) for few, many in spans]
+      rows.append([variant, *near, _mean(past, sign=True)])
+    told = [f"{many:,} tokens instead of {few:,}" for few, many in [*spans, (trained, longest)]]
+    parts.append(_markdown([f"p={power}, trained at {trained:,}", *told], rows))
   return "\n\n".join(parts) or "Not run yet."
 
 
@@ -254,7 +272,7 @@ def _mean(value: Mean | None, sign: bool = False) -> str:
 
 
 def _signed(value: float) -> str:
-  return f"{value:+.3f}".replace("-", "\N{MINUS SIGN}")
+  return f"{value:+z.3f}".replace("-", "\N{MINUS SIGN}")
 
 
 def _number(value: float | None) -> float:
