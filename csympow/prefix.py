@@ -120,7 +120,7 @@ def _on_grid(
   `within` is a power of two that no x exceeds, if one is known.
   """
   if within is None:
-    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-30)
+    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-25)  # so that no unit is 0
     exponent = lax.bitcast_convert_type(largest, jnp.uint32) & np.uint32(0x7F800000)
     within = 2 * lax.bitcast_convert_type(exponent, jnp.float32)
   unit = within * (size / 2**24)

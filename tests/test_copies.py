@@ -62,6 +62,19 @@ def test_copies_are_rotated_scaled_and_laid_out_as_asked(start):
   np.testing.assert_array_equal(last, expected.astype(np.float32).astype(jnp.bfloat16))
 
 
+def test_copies_find_powers_of_two_for_themselves():
+  x, angles, radians = make(5, start=False)
+  sizes = jnp.asarray(2.0) ** jnp.asarray(np.random.default_rng(6).integers(-60, 60, size=(1, T, H * G, 1)))
+  x = (x * sizes).astype(jnp.bfloat16).at[0, 3].set(0.0).at[0, 4].set(1.0).at[0, 5].set(1e37).at[0, 6].set(1e-39)
+  tokens = near.Tokens(x.reshape(1, T, H, G, D), x[:, :, :H], x[:, :, :H], None, rotating.Rotation(*(None,) * 4))
+  expected = np.moveaxis(np.asarray(near.exponents(tokens).q.reshape(1, T, H * G)), 1, 2)
+  found, exponent = copies(x, [Copy(jnp.float16)], room=1, angles=angles, interpret=INTERPRETED)
+  np.testing.assert_array_equal(exponent, expected)
+  scaled = turn(x, radians) * 2.0 ** -np.moveaxis(expected, 1, 2)[..., None].astype(np.float64)
+  comparing.assert_close(found, scaled, 4e-4, "found")
+  assert np.max(np.abs(found)) < 1
+
+
 def test_copies_without_a_rotation_are_exact():
   x, _, _ = make(2, start=False)
   same, narrow = copies(x.astype(jnp.float16), [Copy(jnp.float16), Copy(jnp.bfloat16)], interpret=INTERPRETED)

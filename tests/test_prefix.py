@@ -49,3 +49,9 @@ def test_differences_of_far_totals_are_as_exact_as_of_near_ones():
 def test_sums_that_are_exact_in_float32_are_exact():
   x = np.random.default_rng(0).integers(-8, 9, (1, 300_000, 2)).astype(np.float32)
   np.testing.assert_array_equal(prefix_sum(jnp.asarray(x)).hi, np.cumsum(x, axis=1))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-37, 1e30])
+def test_small_and_large_terms_have_finite_sums(size):
+  x = jnp.full((1, 1000, 1), size, jnp.float32)
+  np.testing.assert_allclose(prefix_sum(x, reverse=True).hi[0, :, 0], size * np.arange(1000, 0, -1), rtol=1e-5)

@@ -16,13 +16,12 @@ from csympow.forms.rotating import Rotation, angles, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients
-from kernels_pallas.gpu.copies import Copy, copies
+from kernels_pallas.gpu.copies import LEAST, MOST, Copy, copies
 from kernels_pallas.gpu.tiles import FRAME
 from kernels_pallas.weights import LOG2E, SMALLEST
 
 FLOAT16, BFLOAT16 = (5, 10), (8, 7)  # bits of exponent and mantissa
-_LEAST, _LARGEST = -125, 128  # the exponents of 0 and of the largest number
-_MOST = 125
+_LARGEST = 128  # the exponent of the largest number
 _INVISIBLE = -126.0  # a discount of 2 to this or less is exactly 0 in the kernels' arithmetic
 
 
@@ -103,22 +102,17 @@ def operands_and_copies(
   fold = by_head(jnp.exp2((until_end + frames(log_scale)) / power))
   first, last = _visible(before, end, settings.chunk // FRAME)
 
-  def scaled(x: Array, exponent: Array, wanted: Sequence[Copy]) -> list[Array]:
-    scale: Array | None = jnp.exp2(-exponent.astype(jnp.float32))
-    if x.dtype == jnp.float32:
-      x, scale = (x * power_of_two(-exponent)).astype(jnp.float16), None
-    return copies(
-      x,
-      wanted,
-      scale=None if scale is None else by_head(scale),
-      angles=turned,
-      interpret=settings.interpret,
-    )
-
-  rows, turned = (batch, time, -1), angles(x.rotation)
-  q, *q_copies = scaled(x.q.reshape(*rows, head_dim), exponents.q.reshape(rows), [Copy(jnp.float16), *of_q])
-  wanted = [Copy(jnp.float16), Copy(jnp.float16, fold), *of_k]
-  plain, folded, *k_copies = scaled(x.k, exponents.k, wanted)
+  turned = angles(x.rotation)
+  of_q, of_k = [Copy(jnp.float16), *of_q], [Copy(jnp.float16), Copy(jnp.float16, fold), *of_k]
+  q, q_exponent = x.q.reshape(batch, time, -1, head_dim), exponents.q
+  if q.dtype == jnp.float32:
+    q = (x.q * power_of_two(-q_exponent)).astype(jnp.float16).reshape(q.shape)
+    q, *q_copies = copies(q, of_q, angles=turned, interpret=settings.interpret)
+  else:
+    q, *q_copies, found_exponent = copies(q, of_q, room=_room(x.rotation), angles=turned, interpret=settings.interpret)
+    q_exponent = jnp.moveaxis(found_exponent, 1, 2).reshape(q_exponent.shape)
+  scale = by_head(jnp.exp2(-exponents.k.astype(jnp.float32)))
+  plain, folded, *k_copies = copies(x.k, of_k, scale=scale, angles=turned, interpret=settings.interpret)
   found = Operands(
     q=q,
     keys=attention_forward.Keys(
@@ -135,7 +129,7 @@ def operands_and_copies(
       last=by_head(last),
     ),
     v=x.v.astype(jnp.bfloat16),
-    q_exponent=exponents.q,
+    q_exponent=q_exponent,
     exponent=exponents.k,
     top=exponents.top,
   )
@@ -146,11 +140,16 @@ def exponents(x: Tokens) -> Exponents:
   """Such that the largest coordinate of each is between 1/2 and 1."""
   q_exponent, exponent = _exponent(x.q), _exponent(x.k)
   # Of no key there is no length, nor of one that is no number.
-  top = jnp.max(jnp.where(exponent > _LARGEST, _LEAST, exponent), axis=1)
-  room = 0 if x.rotation is None else 1  # a rotation can make a coordinate larger, though not twice as large
-  q_exponent, top = (jnp.where(x == _LEAST, 0, x + room) for x in (q_exponent, top))
+  top = jnp.max(jnp.where(exponent > _LARGEST, LEAST, exponent), axis=1)
+  room = _room(x.rotation)
+  q_exponent, top = (jnp.where(x == LEAST, 0, x + room) for x in (q_exponent, top))
   # No more, or 2 to less than that would be no normal number; 16 bits have room for the rest.
-  return Exponents(*(jnp.minimum(x, _MOST) for x in (q_exponent, exponent + room, top)))
+  return Exponents(*(jnp.minimum(x, MOST) for x in (q_exponent, exponent + room, top)))
+
+
+def _room(rotation: Rotation | None) -> int:
+  """A rotation can make a coordinate larger, though not twice as large."""
+  return 0 if rotation is None else 1
 
 
 def _visible(before: Total, end: Total, in_chunk: int) -> tuple[Int[Array, "B n H"], Int[Array, "B n H"]]:
@@ -204,7 +203,12 @@ def state_scale(top: Int[Array, "B H"]) -> Float[Array, "B H 1 1"]:
 
 
 def backward(
-  x: Operands, given: Cotangents, power: int, interpret: Any, rounded_q: BFloat16[Array, "B T Hq d"] | None = None
+  x: Operands,
+  given: Cotangents,
+  power: int,
+  interpret: Any,
+  rounded_q: BFloat16[Array, "B T Hq d"] | None = None,
+  chunk: int | None = None,
 ) -> attention_backward.Gradients:
   """By pairs inside chunks; p times those of `q` and `k` are cotangents of scaled and rotated queries and keys."""
   group = x.q_exponent.shape[-1]
@@ -216,7 +220,7 @@ def backward(
     discounted=given.inverse * jnp.exp2(jnp.repeat(x.keys.gate, group, axis=1)),
     delta=given.delta,
   )
-  return attention_backward.backward(rows, x.keys, x.ends, x.v, power=power, interpret=interpret)
+  return attention_backward.backward(rows, x.keys, x.ends, x.v, power=power, chunk=chunk, interpret=interpret)
 
 
 def pulls(
@@ -274,7 +278,7 @@ def finished(
     speed = jnp.repeat(power * rotation.rates, 2)
 
   def back(x: Array, dx: Array, exponent: Array, dtype: DTypeLike) -> gradients.Gradients:
-    exponent = jnp.where(exponent <= _LEAST + 1, 0, exponent).reshape(batch, time, -1)  # of 0, whose gradient is 0
+    exponent = jnp.where(exponent <= LEAST + 1, 0, exponent).reshape(batch, time, -1)  # of 0, whose gradient is 0
     factor = power * jnp.exp2(-exponent.astype(jnp.float32))
     how = {"angles": turned_by, "speed": speed, "interpret": settings.interpret}
     return gradients.gradients(x, dx, by_head(factor), dtype, **how)
@@ -305,4 +309,4 @@ def power_of_two(exponent: Int[Array, "*lead"]) -> Float[Array, "*lead 1"]:
 def _exponent(x: Float[Array, "*lead d"]) -> Int[Array, "*lead"]:
   """The e with 2 ** (e - 1) <= the largest coordinate < 2 ** e."""
   bits = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32), jnp.int32)
-  return jnp.maximum((bits >> 23) - 126, _LEAST)
+  return jnp.maximum((bits >> 23) - 126, LEAST)

@@ -2,10 +2,12 @@
 
 x_i    = R(angle_i) scale_i given_i         rounded to float16
 copy_i = factor_i x_i                       in a type of its own, by token or time last
+scale_i                                     given, or the power of two that makes the largest coordinate 1/2 to 1
 
 warpgroups 0, 1   64 tokens each, a few coordinates after another
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kernels_pallas.gpu.angles import Angles, along, quarter_turn, radians
 from kernels_pallas.gpu.tiles import ROWS, WGMMA, WIDTH, TokenTile, columns, down, shared, varying_as
+
+LEAST, MOST = -125, 125  # exponents: of 0 and what is as small, and of the largest that vectors are divided by
 
 
 class Copy(NamedTuple):
@@ -44,22 +48,30 @@ def copies(
   wanted: Sequence[Copy],
   *,
   scale: Float[Array, "B H T"] | None = None,
+  room: int | None = None,
   angles: Angles | None = None,
   after: Array | None = None,
   interpret: Any = None,
 ) -> list[Array]:
   """Copies of a 16-bit x, B T H d or, time last, B H d T. Several of its heads may share those of the angles.
 
-  They are not made before there is `after`, so that they take no memory until then.
+  With `room` each vector is divided by a power of two, so that its largest coordinate is below 2 ** -room; the
+  exponents, B H T, come after the copies. Nothing is made before there is `after`, so that it takes no memory until
+  then.
   """
   batch, time, heads, head_dim = x.shape
   group = 1 if angles is None else heads // angles.since.shape[1]
   parts, shape, f32 = head_dim // WIDTH, (ROWS, WIDTH), jnp.float32
-  exact_already = scale is None and angles is None
+  exact_already = scale is None and room is None and angles is None
+  assert scale is None or room is None
+
+  def largest(x_smem):
+    found = [jnp.abs(plgpu.load(x_smem.at[n], layout=WGMMA, optimized=False).astype(f32)) for n in range(parts)]
+    return functools.reduce(jnp.maximum, found).max(axis=1)
 
   def kernel(x_ref, *refs):
     given = jax.tree.unflatten(structure, refs[: len(leaves)])
-    outputs, scratch = refs[len(leaves) : len(leaves) + len(wanted)], refs[len(leaves) + len(wanted) :]
+    outputs, scratch = refs[len(leaves) : len(leaves) + len(results)], refs[len(leaves) + len(results) :]
     x_smem, quarter_turn_smem, *out_smem, filled = scratch
     tile = TokenTile.of_block(time // ROWS, heads, group)
     b, head, at = tile.b, tile.head, tile.rows
@@ -74,6 +86,9 @@ def copies(
     scales = None if scale is None else tile.by_token(given.scale.at[b, head])
     turns: Any = None if angles is None else along(given.angles, tile)
     plgpu.barrier_wait(filled)
+    if room is not None:
+      scales, exponent = _power_of_two(largest(x_smem), room)
+      outputs[-1][b, head, at] = exponent
 
     def work(part, none):
       def rotated(turned):
@@ -101,7 +116,7 @@ def copies(
 
     lax.fori_loop(0, jnp.int32(parts), work, None)
     plgpu.commit_smem()
-    for copy, smem, out in zip(wanted, out_smem, outputs, strict=True):
+    for copy, smem, out in zip(wanted, out_smem, outputs, strict=False):
       for part in range(parts):
         to = out.at[b, head, columns(part), at] if copy.time_last else tile.part(out, part)
         plgpu.copy_smem_to_gmem(smem.at[part], to)
@@ -110,11 +125,14 @@ def copies(
   turning = None if angles is None else jnp.asarray(quarter_turn(), x.dtype)
   arguments = _Given(tuple(copy.factor for copy in wanted), scale, angles, turning, after)
   leaves, structure = jax.tree.flatten(arguments)
+  results = [
+    jax.ShapeDtypeStruct((batch, heads, head_dim, time) if copy.time_last else x.shape, copy.dtype) for copy in wanted
+  ]
+  if room is not None:
+    results.append(jax.ShapeDtypeStruct((batch, heads, time), jnp.int32))
   found = plgpu.kernel(
     kernel,
-    out_type=[
-      jax.ShapeDtypeStruct((batch, heads, head_dim, time) if copy.time_last else x.shape, copy.dtype) for copy in wanted
-    ],
+    out_type=results,
     scratch_types=[
       shared((parts, *shape), x.dtype),
       plgpu.SMEM((1,), f32) if angles is None else shared((WIDTH, WIDTH), x.dtype),
@@ -129,3 +147,10 @@ def copies(
   )(x, *leaves)
   result: list[Array] = varying_as(x, found)
   return result
+
+
+def _power_of_two(largest: Float[Array, "rows"], room: int) -> tuple[Float[Array, "rows"], Int[Array, "rows"]]:
+  """2 to minus the exponent, and the exponent e: the largest coordinate is below 2 ** (e - room). Of 0 it is 0."""
+  e = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 126
+  e = jnp.where(e <= LEAST, 0, jnp.minimum(e + room, MOST))
+  return lax.bitcast_convert_type((127 - e) * 2**23, jnp.float32), e

@@ -21,6 +21,7 @@ WIDTH = 32  # coordinates that a kernel without a loader takes at a time: regist
 FRAME = 256  # tokens whose keys are discounted to a common end; time is padded to whole frames
 STATE_WIDTH = 64  # of heads in states; narrower ones are filled up with zeros
 MULTIPROCESSORS = 132  # of an H100 or H200
+SHORT = 4096  # tokens that a query sees at most, below which starting blocks of the grid takes too much of the time
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -57,6 +58,31 @@ def place_in_grid(item: Int[Array, ""], rows: int, tiles: int) -> tuple[Int[Arra
   group, rest = (f(item, jnp.int32(tiles * together)) for f in (lax.div, lax.rem))
   tile, row = (f(rest, jnp.int32(together)) for f in (lax.div, lax.rem))
   return group * together + row, tiles - 1 - tile
+
+
+class Turns(NamedTuple):
+  """The tiles of TILE tokens that a block of the grid does, one after another: one of each round of the grid."""
+
+  block: Int[Array, ""]
+  rows: int  # sequences and heads
+  tiles: int  # of each
+  grid: int  # blocks
+
+  def place(self, turn: Any) -> tuple[Any, Any]:
+    """(the row, the tile). Rounds are moved on by one, so that no block gets the same part of every chunk."""
+    return place_in_grid(turn * self.grid + lax.rem(self.block + turn, jnp.int32(self.grid)), self.rows, self.tiles)
+
+  @property
+  def count(self) -> Any:
+    """How many turns the block has."""
+    whole, rest = divmod(self.rows * self.tiles, self.grid)
+    return jnp.where(lax.rem(self.block + whole, jnp.int32(self.grid)) < rest, whole + 1, whole)
+
+  def each(self, work: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """Does the work of every turn."""
+    if self.grid == self.rows * self.tiles:
+      return work(jnp.int32(0), carry)
+    return lax.fori_loop(0, self.count, work, carry)
 
 
 class TokenTile(NamedTuple):
