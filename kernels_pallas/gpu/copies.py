@@ -94,10 +94,9 @@ def copies(
       def rotated(turned):
         plgpu.wgmma(turned, x_smem.at[part], quarter_turn_smem)
         angle = radians(given.angles, turns, tile, part)
-        cos, sin = scaled(jnp.cos(angle)), scaled(jnp.sin(angle))
-        unturned = plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32) * cos
+        unturned = scaled(plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32)) * jnp.cos(angle)
         plgpu.wgmma_wait(0)
-        return unturned + turned[...] * sin
+        return unturned + scaled(turned[...]) * jnp.sin(angle)
 
       def scaled(x):
         return x if scales is None else x * down(scales, shape)
