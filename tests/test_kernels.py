@@ -14,7 +14,7 @@ import csympow
 from csympow.forms import near
 from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
-from kernels_pallas.gpu import attention_backward, attention_forward, state_write
+from kernels_pallas.gpu import attention_backward, attention_forward, state_read, state_write
 from kernels_pallas.gpu.tiles import FRAME, TILE
 from tests import comparing
 from tests.comparing import Case, assert_results_close, cotangents, inputs
@@ -165,7 +165,7 @@ INTERPRETED_CHUNKS = [
 @pytest.fixture(params=[1, slow(3), slow(132)])
 def multiprocessors(request, monkeypatch):
   """So few that blocks of the grid do several tiles each, or as many as a chip has."""
-  for kernel in (attention_forward, attention_backward):
+  for kernel in (attention_forward, attention_backward, state_read):
     monkeypatch.setattr(kernel, "MULTIPROCESSORS", request.param)
 
 

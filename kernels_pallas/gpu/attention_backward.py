@@ -39,6 +39,7 @@ from kernels_pallas.gpu.tiles import (
   across,
   down,
   index,
+  place_in_grid,
   shared,
   varying_as,
   wait_if,
@@ -177,10 +178,11 @@ def _backward(
     (ds_smem, dv_smem), dq_smem, *barriers = scratch  # dq_smem is dk's, too, in the end
     k_filled, folded_filled, k_freed, q_filled, q_freed, ds_filled, ds_freed, dq_filled, dq_freed, *staging = barriers
     block, thread = lax.axis_index("block"), lax.axis_index("thread")
-    tiles_here = Turns(block, batch * heads, tiles, grid)
-    turns: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, query_heads, tiles))) if ordered else None
+    turns = Turns(block, all_tiles, grid)
+    added: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, query_heads, tiles))) if ordered else None
 
-    def span_of(row, n):
+    def span_of(turn):
+      row, n = place_in_grid(turns.item(turn), batch * heads, tiles)
       b, kv = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
       frame = lax.div(n * TILE, jnp.int32(FRAME))
       far_end = jnp.minimum(tiles, (last_ref[b, kv, frame] + 1) * in_frame)
@@ -202,7 +204,7 @@ def _backward(
 
       def work(turn, seen):
         """A tile of keys, after `seen` tiles of queries."""
-        x = span_of(*tiles_here.place(turn))
+        x = span_of(turn)
         b, kv, token = x.b, x.kv, x.n * TILE + thread * ROWS
 
         def free(visited):
@@ -305,7 +307,7 @@ def _backward(
         plgpu.copy_smem_to_gmem(dv_smem.at[thread], dv_ref.at[b, here, kv])
         return seen + x.near + x.far
 
-      tiles_here.each(work, jnp.int32(0))
+      turns.each(work, jnp.int32(0))
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
@@ -313,7 +315,7 @@ def _backward(
       plgpu.set_max_registers(40, action="decrease")
 
       def work(turn, seen):
-        x = span_of(*tiles_here.place(turn))
+        x = span_of(turn)
         b, kv = x.b, x.kv
 
         def load_queries(number, head, m):
@@ -347,7 +349,7 @@ def _backward(
         x.visit(x.near, x.near + x.far, load_queries)
         return seen + x.near + x.far
 
-      seen = tiles_here.each(work, jnp.int32(0))
+      seen = turns.each(work, jnp.int32(0))
 
       def settle(visited, none):  # leave no arrival unseen
         plgpu.barrier_wait(q_freed.at[lax.rem(visited, jnp.int32(slots))])
@@ -361,17 +363,17 @@ def _backward(
       plgpu.set_max_registers(40, action="decrease")
 
       def work(turn, none):
-        x = span_of(*tiles_here.place(turn))
+        x = span_of(turn)
         b, n = x.b, x.n
 
         def pass_on(number):
           head, m = x.place(number)
-          plgpu.semaphore_signal(turns.at[b, head, m], 1, memory_scope="gpu")
+          plgpu.semaphore_signal(added.at[b, head, m], 1, memory_scope="gpu")
 
         def add_tile(number, head, m):
           plgpu.barrier_wait(dq_filled)
           if ordered:
-            plgpu.semaphore_wait(turns.at[b, head, m], m - n, decrement=False, memory_scope="gpu")
+            plgpu.semaphore_wait(added.at[b, head, m], m - n, decrement=False, memory_scope="gpu")
           for unit in range(_UNITS):
             at = pl.ds(m * TILE + unit * ROWS, ROWS)
             if not ordered:
@@ -402,7 +404,7 @@ def _backward(
           pass_on(x.near + x.far - 1)
         return none
 
-      tiles_here.each(work, None)
+      turns.each(work, None)
 
   # The interpreter takes memory that is used twice for one thing, and would see races in it.
   one_after_another = plgpu.RefUnion if interpret is None else lambda *refs: refs

@@ -36,6 +36,7 @@ from kernels_pallas.gpu.tiles import (
   across,
   down,
   index,
+  place_in_grid,
   shared,
   varying_as,
   wait_if,
@@ -118,10 +119,10 @@ def forward(
     q_smem, k_smem, v_smem, y_smem, low_smem, normaliser_smem, carried_smem, weight_smem, gate_smem, *rest = scratch
     q_filled, q_freed, carried_filled, carried_freed, k_filled, k_freed, v_filled, v_freed, *staging = rest
     block, thread = lax.axis_index("block"), lax.axis_index("thread")
-    turns = Turns(block, batch * query_heads, tiles, grid)
+    turns = Turns(block, all_tiles, grid)
 
     def tile_of(turn):
-      row, n = turns.place(turn)
+      row, n = place_in_grid(turns.item(turn), batch * query_heads, tiles)
       b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
       return _Tile(b, head, lax.div(head, jnp.int32(group)), n * TILE)
 

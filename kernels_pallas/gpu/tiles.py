@@ -61,28 +61,25 @@ def place_in_grid(item: Int[Array, ""], rows: int, tiles: int) -> tuple[Int[Arra
 
 
 class Turns(NamedTuple):
-  """The tiles of TILE tokens that a block of the grid does, one after another: one of each round of the grid."""
+  """What a block of the grid does, one piece of work after another: one of each round of the grid."""
 
   block: Int[Array, ""]
-  rows: int  # sequences and heads
-  tiles: int  # of each
+  work: int  # pieces, of all blocks
   grid: int  # blocks
 
-  def place(self, turn: Any) -> tuple[Any, Any]:
-    """(the row, the tile). Rounds are moved on by one, so that no block gets the same part of every chunk."""
-    return place_in_grid(turn * self.grid + lax.rem(self.block + turn, jnp.int32(self.grid)), self.rows, self.tiles)
+  def item(self, turn: Any) -> Any:
+    """Which piece. Rounds are moved on by one, so that no block gets the same part of every chunk."""
+    return turn * self.grid + lax.rem(self.block + turn, jnp.int32(self.grid))
 
   @property
   def count(self) -> Any:
     """How many turns the block has."""
-    whole, rest = divmod(self.rows * self.tiles, self.grid)
+    whole, rest = divmod(self.work, self.grid)
     return jnp.where(lax.rem(self.block + whole, jnp.int32(self.grid)) < rest, whole + 1, whole)
 
-  def each(self, work: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """Does the work of every turn."""
-    if self.grid == self.rows * self.tiles:
-      return work(jnp.int32(0), carry)
-    return lax.fori_loop(0, self.count, work, carry)
+  def each(self, do: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """Does every turn's work."""
+    return do(jnp.int32(0), carry) if self.grid == self.work else lax.fori_loop(0, self.count, do, carry)
 
 
 class TokenTile(NamedTuple):
