@@ -3,10 +3,11 @@
     P_ij  = B_ij / normaliser_i                     dV_j = sum_i P_ij dy_i
     dS_ij = P_ij / s_ij (dy_i . v_j - delta_i)      dK_j = p sum_i dS_ij q_i      dQ_i = p sum_j dS_ij k_j
 
-A block of the grid owns 128 keys and walks the queries after them. Scores are held transposed, keys down and queries
-across, so that P and dS are left operands straight from registers. dQ alone sums over keys, hence over blocks of the
-grid, which add to memory. They take turns, so that results are the same to the bit on every run; the order is that in
-which they reach the queries anyway, nearest keys first, and the grid starts them in that order.
+A block of the grid takes 128 keys at a time and walks the queries after them. Scores are held transposed, keys down and
+queries across, so that P and dS are left operands straight from registers. dQ alone sums over keys, hence over blocks
+of the grid, which add to memory. They take turns, so that results are the same to the bit on every run; the order is
+that in which they reach the queries anyway, nearest keys first, and the grid starts them in that order. Where queries
+see few keys, a block does several tiles of keys, neighbours, and loads the next one while it finishes the last.
 
     warpgroups 0, 1   64 keys each: scores, dP, dV, dK; then 64 of the 128 queries each: dQ
     warpgroup 2       loads
@@ -32,7 +33,6 @@ from kernels_pallas.gpu.tiles import (
   FRAME,
   MULTIPROCESSORS,
   ROWS,
-  SHORT,
   TILE,
   WGMMA,
   Turns,
@@ -47,6 +47,7 @@ from kernels_pallas.gpu.tiles import (
 from kernels_pallas.weights import LOG2E, slope
 
 _UNITS = TILE // ROWS  # queries are loaded by units of 64
+_SHORT = 2048  # tokens that a query sees at most, with which a grid of a block for every tile is too slow
 
 
 class Rows(NamedTuple):
@@ -165,7 +166,7 @@ def _backward(
   wide = head_dim + value_dim > 128
   slots, kept = (2, 1) if wide else (4, 2)  # of queries, by units; of keys, plain and folded, at once or in turn
   in_frame, all_tiles = FRAME // TILE, batch * heads * tiles
-  grid = min(MULTIPROCESSORS, all_tiles) if (chunk or time) <= SHORT else all_tiles
+  grid = min(MULTIPROCESSORS, all_tiles) if (chunk or time) <= _SHORT else all_tiles
   ours = pl.ds(part * 64, k_wide), pl.ds(part * 64, v_wide)
 
   def kernel(
@@ -178,11 +179,12 @@ def _backward(
     (ds_smem, dv_smem), dq_smem, *barriers = scratch  # dq_smem is dk's, too, in the end
     k_filled, folded_filled, k_freed, q_filled, q_freed, ds_filled, ds_freed, dq_filled, dq_freed, *staging = barriers
     block, thread = lax.axis_index("block"), lax.axis_index("thread")
-    turns = Turns(block, all_tiles, grid)
+    turns = Turns(block, all_tiles, grid, neighbours=True)
     added: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, query_heads, tiles))) if ordered else None
 
     def span_of(turn):
-      row, n = place_in_grid(turns.item(turn), batch * heads, tiles)
+      at_once = MULTIPROCESSORS if grid == all_tiles else 1
+      row, n = place_in_grid(turns.item(turn), batch * heads, tiles, at_once)
       b, kv = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
       frame = lax.div(n * TILE, jnp.int32(FRAME))
       far_end = jnp.minimum(tiles, (last_ref[b, kv, frame] + 1) * in_frame)

@@ -9,7 +9,8 @@ exponentials of pairs.
 
     warpgroups 0, 1   64 queries each; the scores of the next block are computed while those of this one are raised
     warpgroup 2       loads
-    grid              a tile of 128 queries each, those that see most keys first
+    grid              a tile of 128 queries each, those that see most keys first; where queries see few keys, as many
+                      blocks as there are multiprocessors, which load the next tile while they finish the last
 
 Products of scores and values have bfloat16 operands, for weights span many powers of ten; scores have float16 ones,
 because the power multiplies their rounding, and the inputs are scaled so that they fit.
@@ -29,7 +30,6 @@ from kernels_pallas.gpu.tiles import (
   FRAME,
   MULTIPROCESSORS,
   ROWS,
-  SHORT,
   TILE,
   WGMMA,
   Turns,
@@ -42,6 +42,8 @@ from kernels_pallas.gpu.tiles import (
   wait_if,
 )
 from kernels_pallas.weights import SMALLEST, even_power
+
+_SHORT = 4096  # tokens that a query sees at most, with which a grid of a block for every tile is too slow
 
 
 class Keys(NamedTuple):
@@ -109,7 +111,7 @@ def forward(
   q_slots = 2 if head_dim <= 64 else 1
   blocks, tiles = FRAME // columns, time // TILE
   all_tiles = batch * query_heads * tiles
-  grid = min(MULTIPROCESSORS, all_tiles) if (chunk or time) <= SHORT else all_tiles
+  grid = min(MULTIPROCESSORS, all_tiles) if (chunk or time) <= _SHORT else all_tiles
 
   def kernel(q_ref, folded_ref, k_ref, v_ref, gate_ref, pull_ref, decay_ref, first_ref, *more):
     carried_refs, more = (None, more) if carried is None else (more[:2], more[2:])
