@@ -14,7 +14,7 @@ import csympow
 from csympow.forms import near
 from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
-from kernels_pallas.gpu import attention_backward, attention_forward, state_read, state_write
+from kernels_pallas.gpu import state_write
 from kernels_pallas.gpu.tiles import FRAME, TILE
 from tests import comparing
 from tests.comparing import Case, assert_results_close, cotangents, inputs
@@ -162,14 +162,6 @@ INTERPRETED_CHUNKS = [
 ]
 
 
-@pytest.fixture(params=[1, slow(3), slow(132)])
-def multiprocessors(request, monkeypatch):
-  """So few that blocks of the grid do several tiles each, or as many as a chip has."""
-  for kernel in (attention_forward, attention_backward, state_read):
-    monkeypatch.setattr(kernel, "MULTIPROCESSORS", request.param)
-
-
-@pytest.mark.usefixtures("multiprocessors")
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
 def test_kernels_are_right_in_the_interpreter_and_race_free(case):
   x, rest = inputs(case)
@@ -179,7 +171,6 @@ def test_kernels_are_right_in_the_interpreter_and_race_free(case):
   assert not interpret_pallas_call.get_races().races_found
 
 
-@pytest.mark.usefixtures("multiprocessors")
 @pytest.mark.parametrize(("case", "chunk"), INTERPRETED_CHUNKS, ids=str)
 def test_chunked_kernels_are_right_in_the_interpreter_and_race_free(case, chunk):
   x, rest = inputs(case)

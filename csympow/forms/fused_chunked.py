@@ -8,7 +8,7 @@ Attention inside chunks, states, and what is read of them are kernels; the scan 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,8 +122,7 @@ def _forward(
 
   far = state_read.read(queries.x, queries.q, S.found, _pieces(Z), discounts.since_start, interpret=interpret)
   carried = attention_forward.Carried(*far)
-  how: dict[str, Any] = {"power": power, "dtype": dtype, "chunk": settings.chunk, "interpret": interpret}
-  y = attention_forward.forward(x.q, x.keys, x.v, carried, save_low=save, **how)
+  y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, final_Z) if return_final else None
   saved = _Saved(x, G, rotation, initial, S.found, Z, final, y, far.normaliser >= 0)
   result = None if final is None else Full(final.S * scale[..., None], final.Z * scale)
@@ -144,7 +143,7 @@ def _backward(
   # Of what was read of the state: the numerator is divided by the normaliser, and discounted.
   inverse = jnp.where(saved.heard, given.inverse, 0.0) * discounts.since_start
   queries = _Queries(*copies(x.q, _of_queries(inverse), interpret=interpret))
-  inside = near.backward(x, given, settings.power, interpret, queries.q, settings.chunk)
+  inside = near.backward(x, given, settings.power, interpret, queries.q)
   scale = near.state_scale(x.top)
   if dfinal is not None:
     dfinal = Full(symmetric(dfinal.S) * scale[..., None], symmetric(dfinal.Z) * scale)

@@ -208,7 +208,6 @@ def backward(
   power: int,
   interpret: Any,
   rounded_q: BFloat16[Array, "B T Hq d"] | None = None,
-  chunk: int | None = None,
 ) -> attention_backward.Gradients:
   """By pairs inside chunks; p times those of `q` and `k` are cotangents of scaled and rotated queries and keys."""
   group = x.q_exponent.shape[-1]
@@ -220,7 +219,7 @@ def backward(
     discounted=given.inverse * jnp.exp2(jnp.repeat(x.keys.gate, group, axis=1)),
     delta=given.delta,
   )
-  return attention_backward.backward(rows, x.keys, x.ends, x.v, power=power, chunk=chunk, interpret=interpret)
+  return attention_backward.backward(rows, x.keys, x.ends, x.v, power=power, interpret=interpret)
 
 
 def pulls(

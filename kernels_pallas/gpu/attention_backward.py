@@ -3,11 +3,10 @@
     P_ij  = B_ij / normaliser_i                     dV_j = sum_i P_ij dy_i
     dS_ij = P_ij / s_ij (dy_i . v_j - delta_i)      dK_j = p sum_i dS_ij q_i      dQ_i = p sum_j dS_ij k_j
 
-A block of the grid takes 128 keys at a time and walks the queries after them. Scores are held transposed, keys down and
-queries across, so that P and dS are left operands straight from registers. dQ alone sums over keys, hence over blocks
-of the grid, which add to memory. They take turns, so that results are the same to the bit on every run; the order is
-that in which they reach the queries anyway, nearest keys first, and the grid starts them in that order. Where queries
-see few keys, a block does several tiles of keys, neighbours, and loads the next one while it finishes the last.
+A block of the grid owns 128 keys and walks the queries after them. Scores are held transposed, keys down and queries
+across, so that P and dS are left operands straight from registers. dQ alone sums over keys, hence over blocks of the
+grid, which add to memory. They take turns, so that results are the same to the bit on every run; the order is that in
+which they reach the queries anyway, nearest keys first, and the grid starts them in that order.
 
     warpgroups 0, 1   64 keys each: scores, dP, dV, dK; then 64 of the 128 queries each: dQ
     warpgroup 2       loads
@@ -18,7 +17,6 @@ what is left of dS_ij s_ij, and of dS_ij times the angle between q_i and k_j, wh
 the same rounded dS, q and k, and whoever needs those gradients must take them with q and k rounded to bfloat16.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,11 +29,9 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 from kernels_pallas.gpu.attention_forward import Keys
 from kernels_pallas.gpu.tiles import (
   FRAME,
-  MULTIPROCESSORS,
   ROWS,
   TILE,
   WGMMA,
-  Turns,
   across,
   down,
   index,
@@ -47,7 +43,6 @@ from kernels_pallas.gpu.tiles import (
 from kernels_pallas.weights import LOG2E, slope
 
 _UNITS = TILE // ROWS  # queries are loaded by units of 64
-_SHORT = 2048  # tokens that a query sees at most, with which a grid of a block for every tile is too slow
 
 
 class Rows(NamedTuple):
@@ -69,47 +64,6 @@ class Ends(NamedTuple):
   last: Int[Array, "B H frames"]  # the latest frame whose queries still see a frame's keys
 
 
-class _Span(NamedTuple):
-  """A tile of keys, and the tiles of queries that see it: n .. near_end in its frame, then up to far_end."""
-
-  b: Int[Array, ""]
-  kv: Int[Array, ""]
-  n: Int[Array, ""]
-  frame: Int[Array, ""]
-  near_end: Int[Array, ""]
-  far_end: Int[Array, ""]
-  group: int
-
-  @property
-  def near(self) -> Int[Array, ""]:
-    """How many there are in the frame, of all heads of the group."""
-    return self.group * (self.near_end - self.n)
-
-  @property
-  def far(self) -> Int[Array, ""]:
-    """And after it."""
-    return self.group * (self.far_end - self.near_end)
-
-  def place(self, number: Any) -> tuple[Any, ...]:
-    """(the query head, the tile of queries) by number: first those in the frame, of each head, then the others."""
-
-    def within(number: Any, start: Any, stop: Any) -> tuple[Any, Any]:
-      count = jnp.maximum(stop - start, 1)
-      return self.kv * self.group + lax.div(number, count), start + lax.rem(number, count)
-
-    in_near = within(number, self.n, self.near_end)
-    in_far = within(number - self.near, self.near_end, self.far_end)
-    return tuple(jnp.where(number < self.near, a, b) for a, b in zip(in_near, in_far, strict=True))
-
-  def visit(self, start: Any, stop: Any, work: Callable[[Any, Any, Any], None]) -> None:
-    """Some of them, by number."""
-
-    def step(number: Any, none: None) -> None:
-      work(number, *self.place(number))
-
-    lax.fori_loop(start, stop, step, None)
-
-
 class Gradients(NamedTuple):
   """Cotangents, but for the factor p of dq and dk."""
 
@@ -119,23 +73,16 @@ class Gradients(NamedTuple):
 
 
 def backward(
-  rows: Rows,
-  keys: Keys,
-  ends: Ends,
-  v: BFloat16[Array, "B T H dv"],
-  *,
-  power: int,
-  chunk: int | None = None,
-  interpret: Any = None,
+  rows: Rows, keys: Keys, ends: Ends, v: BFloat16[Array, "B T H dv"], *, power: int, interpret: Any = None
 ) -> Gradients:
-  """The cotangents of q, of the plain keys, and of v; `chunk` as in the forward pass."""
+  """The cotangents of q, of the plain keys, and of v."""
   width = max(rows.q.shape[-1], v.shape[-1])
 
   def gradients(part: int) -> Gradients:
     # Under vmap one after another: blocks of the grid take turns by semaphores that know nothing of vmap's axis.
     @jax.custom_batching.sequential_vmap
     def one_at_a_time(rows: Rows, keys: Keys, ends: Ends, v: Array) -> Gradients:
-      return _backward(rows, keys, ends, v, part, power, chunk, interpret)
+      return _backward(rows, keys, ends, v, part, power, interpret)
 
     result: Gradients = one_at_a_time(rows, keys, ends, v)
     return result
@@ -147,14 +94,7 @@ def backward(
 
 
 def _backward(
-  rows: Rows,
-  keys: Keys,
-  ends: Ends,
-  v: BFloat16[Array, "B T H dv"],
-  part: int,
-  power: int,
-  chunk: int | None,
-  interpret: Any,
+  rows: Rows, keys: Keys, ends: Ends, v: BFloat16[Array, "B T H dv"], part: int, power: int, interpret: Any
 ) -> Gradients:
   """The gradients of 64 coordinates of q, k and v; wider heads take several such passes."""
   ordered = interpret is None  # the interpreter can neither wait for a turn nor add to memory
@@ -164,9 +104,7 @@ def _backward(
   group, tiles = query_heads // heads, time // TILE
   k_wide, v_wide = min(head_dim, 64), min(value_dim, 64)
   wide = head_dim + value_dim > 128
-  slots, kept = (2, 1) if wide else (4, 2)  # of queries, by units; of keys, plain and folded, at once or in turn
-  in_frame, all_tiles = FRAME // TILE, batch * heads * tiles
-  grid = min(MULTIPROCESSORS, all_tiles) if (chunk or time) <= _SHORT else all_tiles
+  slots = 2 if wide else 4  # of queries, by units
   ours = pl.ds(part * 64, k_wide), pl.ds(part * 64, v_wide)
 
   def kernel(
@@ -177,23 +115,39 @@ def _backward(
     dq_ref, dk_ref, dv_ref, *scratch = more
     k_smem, rounded_k_smem, v_smem, q_smem, rounded_q_smem, dy_smem, discounted_smem, delta_smem, *scratch = scratch
     (ds_smem, dv_smem), dq_smem, *barriers = scratch  # dq_smem is dk's, too, in the end
-    k_filled, folded_filled, k_freed, q_filled, q_freed, ds_filled, ds_freed, dq_filled, dq_freed, *staging = barriers
-    block, thread = lax.axis_index("block"), lax.axis_index("thread")
-    turns = Turns(block, all_tiles, grid, neighbours=True)
-    added: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, query_heads, tiles))) if ordered else None
+    k_filled, k_freed, q_filled, q_freed, ds_filled, ds_freed, dq_filled, dq_freed, *staging = barriers
+    item, thread = lax.axis_index("block"), lax.axis_index("thread")
+    row, n = place_in_grid(item, batch * heads, tiles)
+    b, kv = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
+    frame = lax.div(n * TILE, jnp.int32(FRAME))
+    in_frame = FRAME // TILE
+    near_end = (frame + 1) * in_frame  # tiles of queries: n .. near_end in the frame, then up to far_end
+    far_end = jnp.minimum(tiles, (last_ref[b, kv, frame] + 1) * in_frame)
+    near, far = group * (near_end - n), group * (far_end - near_end)  # over all heads of the group
+    turns: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, query_heads, tiles))) if ordered else None
 
-    def span_of(turn):
-      at_once = MULTIPROCESSORS if grid == all_tiles else 1
-      row, n = place_in_grid(turns.item(turn), batch * heads, tiles, at_once)
-      b, kv = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
-      frame = lax.div(n * TILE, jnp.int32(FRAME))
-      far_end = jnp.minimum(tiles, (last_ref[b, kv, frame] + 1) * in_frame)
-      return _Span(b, kv, n, frame, (frame + 1) * in_frame, far_end, group)
+    def place(number):
+      """(the query head, the tile of queries) by number: first those in the frame, of each head, then the others."""
+
+      def within(number, start, stop):
+        count = jnp.maximum(stop - start, 1)
+        return kv * group + lax.div(number, count), start + lax.rem(number, count)
+
+      in_near, in_far = within(number, n, near_end), within(number - near, near_end, far_end)
+      return tuple(jnp.where(number < near, a, b) for a, b in zip(in_near, in_far, strict=True))
+
+    def visit_tiles(start, stop, visit):
+      def step(number, none):
+        visit(number, *place(number))
+        return none
+
+      lax.fori_loop(start, stop, step, None)
 
     @pl.when(thread < 2)
     def compute():
       # 2 x 216 + 2 x 40 is what the block starts with, 4 x 128: a warpgroup that asked for more would wait for ever.
       plgpu.set_max_registers(216, action="increase")
+      token = n * TILE + thread * ROWS
 
       def multiply(sums, left, right):
         if staging:  # the interpreter's wgmma takes no operand from registers
@@ -204,214 +158,184 @@ def _backward(
         else:
           plgpu.wgmma(sums, left, right)
 
-      def work(turn, seen):
-        """A tile of keys, after `seen` tiles of queries."""
-        x = span_of(turn)
-        b, kv, token = x.b, x.kv, x.n * TILE + thread * ROWS
+      def free(visited):
+        plgpu.barrier_arrive(q_freed.at[lax.rem(visited, jnp.int32(slots))])
 
-        def free(visited):
-          plgpu.barrier_arrive(q_freed.at[lax.rem(seen * _UNITS + visited, jnp.int32(slots))])
+      def visit(fetch, weigh, dk, dv):
+        def visit_tile(number, head, m):
+          for unit in range(_UNITS):
+            slot, start = lax.rem(number * _UNITS + unit, jnp.int32(slots)), m * TILE + unit * ROWS
+            fetched = fetch(head, m)  # from afar, while queries come and products are under way
+            plgpu.barrier_wait(q_filled.at[slot])
 
-        def visit(fetch, weigh, keys, dk, dv):
-          def visit_tile(number, head, m):
-            for unit in range(_UNITS):
-              visited = (seen + number) * _UNITS + unit
-              slot, start = lax.rem(visited, jnp.int32(slots)), m * TILE + unit * ROWS
-              fetched = fetch(head, m)  # from afar, while queries come and products are under way
-              plgpu.barrier_wait(q_filled.at[slot])
+            def products(s, dp, slot=slot):
+              plgpu.wgmma(s, k_smem.at[thread], q_smem.at[slot].transpose((1, 0)))
+              plgpu.wgmma(dp, v_smem.at[thread], dy_smem.at[slot].transpose((1, 0)))
+              return s[...], dp[...]
 
-              def products(s, dp, slot=slot):
-                plgpu.wgmma(s, k_smem.at[keys, thread], q_smem.at[slot].transpose((1, 0)))
-                plgpu.wgmma(dp, v_smem.at[thread], dy_smem.at[slot].transpose((1, 0)))
-                return s[...], dp[...]
+            square = plgpu.ACC((ROWS, ROWS), f32)
+            s, dp = pl.run_scoped(products, square, square)
+            scale, fold = weigh(fetched, slot, start, s.shape)
+            slopes = slope(s, scale, power)
+            weights = (slopes * s).astype(half)
+            ds = slopes * (dp - across(plgpu.load(delta_smem.at[slot], layout=WGMMA.reduce(0)), s.shape))
+            ds = (ds if fold is None else ds * fold).astype(half)
 
-              square = plgpu.ACC((ROWS, ROWS), f32)
-              s, dp = pl.run_scoped(products, square, square)
-              scale, fold = weigh(fetched, slot, start, s.shape)
-              slopes = slope(s, scale, power)
-              weights = (slopes * s).astype(half)
-              ds = slopes * (dp - across(plgpu.load(delta_smem.at[slot], layout=WGMMA.reduce(0)), s.shape))
-              ds = (ds if fold is None else ds * fold).astype(half)
-
-              if unit == 0:
-                wait_if(number > 0, ds_freed)
-              else:  # the products of the unit before have come before these
-                free(number * _UNITS)
-              ds_smem[unit, thread] = ds
-              plgpu.commit_smem()
-              multiply(dv, weights, dy_smem.at[slot, :, ours[1]])
-              multiply(dk, ds, rounded_q_smem.at[slot])
-            plgpu.barrier_arrive(ds_filled)
-            plgpu.barrier_wait(ds_filled)
-
-            def product(dq):
-              for w in range(2):
-                plgpu.wgmma(dq, ds_smem.at[thread, w].transpose((1, 0)), rounded_k_smem.at[w])
-              return dq[...]
-
-            dq = pl.run_scoped(product, plgpu.ACC((ROWS, k_wide), f32))
-            plgpu.barrier_arrive(ds_freed)
-            free(number * _UNITS + 1)
-            wait_if(number > 0, dq_freed)
-            dq_smem[thread] = dq
+            if unit == 0:
+              wait_if(number > 0, ds_freed)
+            else:  # the products of the unit before have come before these
+              free(number * _UNITS)
+            ds_smem[unit, thread] = ds
             plgpu.commit_smem()
-            plgpu.barrier_arrive(dq_filled)
+            multiply(dv, weights, dy_smem.at[slot, :, ours[1]])
+            multiply(dk, ds, rounded_q_smem.at[slot])
+          plgpu.barrier_arrive(ds_filled)
+          plgpu.barrier_wait(ds_filled)
 
-          return visit_tile
+          def product(dq):
+            for w in range(2):
+              plgpu.wgmma(dq, ds_smem.at[thread, w].transpose((1, 0)), rounded_k_smem.at[w])
+            return dq[...]
 
-        here = pl.ds(token, ROWS)
-        pull = plgpu.load(pull_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
-        fold = plgpu.load(fold_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
-        end = [total_ref[piece, b, kv, x.frame] for piece in range(2)]
+          dq = pl.run_scoped(product, plgpu.ACC((ROWS, k_wide), f32))
+          plgpu.barrier_arrive(ds_freed)
+          free(number * _UNITS + 1)
+          wait_if(number > 0, dq_freed)
+          dq_smem[thread] = dq
+          plgpu.commit_smem()
+          plgpu.barrier_arrive(dq_filled)
+
+        return visit_tile
+
+      here = pl.ds(token, ROWS)
+      pull = plgpu.load(pull_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
+      fold = plgpu.load(fold_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
+      end = [total_ref[piece, b, kv, frame] for piece in range(2)]
+      plgpu.barrier_wait(k_filled)
+      mine = plgpu.load(k_smem.at[thread, :, ours[0]], layout=WGMMA, optimized=False)
+      rounded_k_smem[thread] = mine.astype(half)
+      plgpu.commit_smem()
+
+      def near_fetch(head, m):
+        return head  # registers are short: what near tiles need comes when it is needed
+
+      def near_weigh(head, slot, start, shape):
+        at = pl.ds(start, ROWS)
+        gate = plgpu.load(gate_ref.at[b, kv, at], layout=WGMMA.reduce(0), optimized=False)
+        inverse = plgpu.load(inverse_ref.at[b, head, at], layout=WGMMA.reduce(0), optimized=False)
+        seen = index(shape, 0, token) <= index(shape, 1, start)
+        exponent = jnp.where(seen, across(gate, shape) - down(pull, shape), -jnp.inf)
+        return jnp.exp2(exponent) * across(inverse, shape), None
+
+      def far_fetch(head, m):
+        return [total_ref[piece, b, kv, lax.div(m, jnp.int32(in_frame)) - 1] for piece in range(2)]
+
+      def far_weigh(before, slot, start, shape):
+        discount = jnp.exp2(((before[0] - end[0]) + (before[1] - end[1])) * LOG2E)
+        scale = plgpu.load(discounted_smem.at[slot], layout=WGMMA.reduce(0)) * discount
+        return across(scale, shape), down(fold, shape)
+
+      def gradients(dk, dv):
+        visit_tiles(0, near, visit(near_fetch, near_weigh, dk, dv))
+        plgpu.barrier_arrive(k_freed)
         plgpu.barrier_wait(k_filled)
-        mine = plgpu.load(k_smem.at[0, thread, :, ours[0]], layout=WGMMA, optimized=False)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the tile before
-        rounded_k_smem[thread] = mine.astype(half)
-        plgpu.commit_smem()
+        visit_tiles(near, near + far, visit(far_fetch, far_weigh, dk, dv))
+        return dk[...], dv[...]
 
-        def near_fetch(head, m):
-          return head  # registers are short: what near tiles need comes when it is needed
+      accumulators = plgpu.ACC((ROWS, k_wide), f32), plgpu.ACC((ROWS, v_wide), f32)
+      dk, dv = pl.run_scoped(gradients, *accumulators)
 
-        def near_weigh(head, slot, start, shape):
-          at = pl.ds(start, ROWS)
-          gate = plgpu.load(gate_ref.at[b, kv, at], layout=WGMMA.reduce(0), optimized=False)
-          inverse = plgpu.load(inverse_ref.at[b, head, at], layout=WGMMA.reduce(0), optimized=False)
-          seen = index(shape, 0, token) <= index(shape, 1, start)
-          exponent = jnp.where(seen, across(gate, shape) - down(pull, shape), -jnp.inf)
-          return jnp.exp2(exponent) * across(inverse, shape), None
-
-        def far_fetch(head, m):
-          return [total_ref[piece, b, kv, lax.div(m, jnp.int32(in_frame)) - 1] for piece in range(2)]
-
-        def far_weigh(before, slot, start, shape):
-          discount = jnp.exp2(((before[0] - end[0]) + (before[1] - end[1])) * LOG2E)
-          scale = plgpu.load(discounted_smem.at[slot], layout=WGMMA.reduce(0)) * discount
-          return across(scale, shape), down(fold, shape)
-
-        def gradients(dk, dv):
-          x.visit(0, x.near, visit(near_fetch, near_weigh, 0, dk, dv))
-          if kept == 1:
-            plgpu.barrier_arrive(k_freed)
-          plgpu.barrier_wait(folded_filled)
-          x.visit(x.near, x.near + x.far, visit(far_fetch, far_weigh, kept - 1, dk, dv))
-          plgpu.barrier_arrive(k_freed)
-          return dk[...], dv[...]
-
-        accumulators = plgpu.ACC((ROWS, k_wide), f32), plgpu.ACC((ROWS, v_wide), f32)
-        dk, dv = pl.run_scoped(gradients, *accumulators)
-
-        plgpu.barrier_wait(dq_freed)
-        dq_smem[thread] = dk
-        plgpu.barrier_wait(ds_freed)
-        dv_smem[thread] = dv.astype(half)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(dq_smem.at[thread], dk_ref.at[b, here, kv])
-        plgpu.copy_smem_to_gmem(dv_smem.at[thread], dv_ref.at[b, here, kv])
-        return seen + x.near + x.far
-
-      turns.each(work, jnp.int32(0))
+      plgpu.barrier_wait(dq_freed)
+      dq_smem[thread] = dk
+      plgpu.barrier_wait(ds_freed)
+      dv_smem[thread] = dv.astype(half)
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(dq_smem.at[thread], dk_ref.at[b, here, kv])
+      plgpu.copy_smem_to_gmem(dv_smem.at[thread], dv_ref.at[b, here, kv])
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
     def load():
       plgpu.set_max_registers(40, action="decrease")
 
-      def work(turn, seen):
-        x = span_of(turn)
-        b, kv = x.b, x.kv
+      def load_keys(keys_ref):
+        for w in range(2):
+          at = pl.ds(n * TILE + w * ROWS, ROWS)
+          plgpu.copy_gmem_to_smem(keys_ref.at[b, at, kv], k_smem.at[w], k_filled)
+          plgpu.copy_gmem_to_smem(v_ref.at[b, at, kv], v_smem.at[w], k_filled)
 
-        def load_queries(number, head, m):
-          for unit in range(_UNITS):
-            visited = (seen + number) * _UNITS + unit
-            slot, at = lax.rem(visited, jnp.int32(slots)), pl.ds(m * TILE + unit * ROWS, ROWS)
-            wait_if(visited >= slots, q_freed.at[slot])
-            for source, target in (
-              (q_ref.at[b, at, head], q_smem),
-              (rounded_ref.at[b, at, head, ours[0]], rounded_q_smem),
-              (dy_ref.at[b, at, head], dy_smem),
-              (discounted_ref.at[b, head, at], discounted_smem),
-              (delta_ref.at[b, head, at], delta_smem),
-            ):
-              plgpu.copy_gmem_to_smem(source, target.at[slot], q_filled.at[slot])
+      def load_queries(number, head, m):
+        for unit in range(_UNITS):
+          visited = number * _UNITS + unit
+          slot, at = lax.rem(visited, jnp.int32(slots)), pl.ds(m * TILE + unit * ROWS, ROWS)
+          wait_if(visited >= slots, q_freed.at[slot])
+          for source, target in (
+            (q_ref.at[b, at, head], q_smem),
+            (rounded_ref.at[b, at, head, ours[0]], rounded_q_smem),
+            (dy_ref.at[b, at, head], dy_smem),
+            (discounted_ref.at[b, head, at], discounted_smem),
+            (delta_ref.at[b, head, at], delta_smem),
+          ):
+            plgpu.copy_gmem_to_smem(source, target.at[slot], q_filled.at[slot])
 
-        def load_rows(source_ref, target, barrier):
-          for w in range(2):
-            rows = source_ref.at[b, pl.ds(x.n * TILE + w * ROWS, ROWS), kv]
-            plgpu.copy_gmem_to_smem(rows, target.at[w], barrier)
-
-        wait_if(turn > 0, k_freed)
-        load_rows(k_ref, k_smem.at[0], k_filled)
-        load_rows(v_ref, v_smem, k_filled)
-        if kept == 2:
-          load_rows(folded_ref, k_smem.at[1], folded_filled)
-        x.visit(0, x.near, load_queries)
-        if kept == 1:
-          plgpu.barrier_wait(k_freed)
-          load_rows(folded_ref, k_smem.at[0], folded_filled)
-        x.visit(x.near, x.near + x.far, load_queries)
-        return seen + x.near + x.far
-
-      seen = turns.each(work, jnp.int32(0))
+      load_keys(k_ref)
+      visit_tiles(0, near, load_queries)
+      plgpu.barrier_wait(k_freed)
+      load_keys(folded_ref)
+      visit_tiles(near, near + far, load_queries)
 
       def settle(visited, none):  # leave no arrival unseen
         plgpu.barrier_wait(q_freed.at[lax.rem(visited, jnp.int32(slots))])
         return none
 
-      lax.fori_loop(jnp.maximum(seen * _UNITS - slots, 0), seen * _UNITS, settle, None)
-      plgpu.barrier_wait(k_freed)
+      visits = (near + far) * _UNITS
+      lax.fori_loop(jnp.maximum(visits - slots, 0), visits, settle, None)
 
     @pl.when(thread == 3)
     def add():
       plgpu.set_max_registers(40, action="decrease")
 
-      def work(turn, none):
-        x = span_of(turn)
-        b, n = x.b, x.n
+      def pass_on(number):
+        head, m = place(number)
+        plgpu.semaphore_signal(turns.at[b, head, m], 1, memory_scope="gpu")
 
-        def pass_on(number):
-          head, m = x.place(number)
-          plgpu.semaphore_signal(added.at[b, head, m], 1, memory_scope="gpu")
-
-        def add_tile(number, head, m):
-          plgpu.barrier_wait(dq_filled)
-          if ordered:
-            plgpu.semaphore_wait(added.at[b, head, m], m - n, decrement=False, memory_scope="gpu")
-          for unit in range(_UNITS):
-            at = pl.ds(m * TILE + unit * ROWS, ROWS)
-            if not ordered:
-              plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[n, b, at, head])
-              continue
-
-            @pl.when(m == n)
-            def _(unit=unit, at=at):
-              plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[b, at, head])
-
-            @pl.when(m > n)
-            def _(unit=unit, at=at):
-              plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[b, at, head], reduction_op="add")
-
-          if ordered:  # the turn is passed on when the copies of the tile before are complete
-
-            @pl.when(number > 0)
-            def _():
-              plgpu.wait_smem_to_gmem(_UNITS)
-              pass_on(number - 1)
-
-          plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-          plgpu.barrier_arrive(dq_freed)
-
-        x.visit(0, x.near + x.far, add_tile)
-        plgpu.wait_smem_to_gmem(0)
+      def add_tile(number, head, m):
+        plgpu.barrier_wait(dq_filled)
         if ordered:
-          pass_on(x.near + x.far - 1)
-        return none
+          plgpu.semaphore_wait(turns.at[b, head, m], m - n, decrement=False, memory_scope="gpu")
+        for unit in range(_UNITS):
+          at = pl.ds(m * TILE + unit * ROWS, ROWS)
+          if not ordered:
+            plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[n, b, at, head])
+            continue
 
-      turns.each(work, None)
+          @pl.when(m == n)
+          def _(unit=unit, at=at):
+            plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[b, at, head])
+
+          @pl.when(m > n)
+          def _(unit=unit, at=at):
+            plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[b, at, head], reduction_op="add")
+
+        if ordered:  # the turn is passed on when the copies of the tile before are complete
+
+          @pl.when(number > 0)
+          def _():
+            plgpu.wait_smem_to_gmem(_UNITS)
+            pass_on(number - 1)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(dq_freed)
+
+      visit_tiles(0, near + far, add_tile)
+      plgpu.wait_smem_to_gmem(0)
+      if ordered:
+        pass_on(near + far - 1)
 
   # The interpreter takes memory that is used twice for one thing, and would see races in it.
   one_after_another = plgpu.RefUnion if interpret is None else lambda *refs: refs
   scratch = [
-    shared((kept, 2, ROWS, head_dim), rows.q.dtype),
+    shared((2, ROWS, head_dim), rows.q.dtype),
     shared((2, ROWS, k_wide), half),
     shared((2, ROWS, value_dim), half),
     shared((slots, ROWS, head_dim), rows.q.dtype),
@@ -422,7 +346,6 @@ def _backward(
     one_after_another(shared((_UNITS, 2, ROWS, ROWS), half, k_wide), shared((2, ROWS, v_wide), half)),
     shared((_UNITS, ROWS, k_wide), f32),
     plgpu.Barrier(num_arrivals=4),
-    plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=5, num_barriers=slots),
     plgpu.Barrier(num_arrivals=2, num_barriers=slots),
@@ -444,7 +367,7 @@ def _backward(
     kernel,
     out_type=outputs if parts is None else outputs[1:],
     scratch_types=scratch,
-    grid=(grid,),
+    grid=(tiles * batch * heads,),
     grid_names=("block",),
     num_threads=4,
     thread_name="thread",

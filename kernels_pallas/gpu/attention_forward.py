@@ -9,8 +9,7 @@ exponentials of pairs.
 
     warpgroups 0, 1   64 queries each; the scores of the next block are computed while those of this one are raised
     warpgroup 2       loads
-    grid              a tile of 128 queries each, those that see most keys first; where queries see few keys, as many
-                      blocks as there are multiprocessors, which load the next tile while they finish the last
+    grid              a tile of 128 queries each, those that see most keys first
 
 Products of scores and values have bfloat16 operands, for weights span many powers of ten; scores have float16 ones,
 because the power multiplies their rounding, and the inputs are scaled so that they fit.
@@ -28,11 +27,9 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from kernels_pallas.gpu.tiles import (
   FRAME,
-  MULTIPROCESSORS,
   ROWS,
   TILE,
   WGMMA,
-  Turns,
   across,
   down,
   index,
@@ -42,8 +39,6 @@ from kernels_pallas.gpu.tiles import (
   wait_if,
 )
 from kernels_pallas.weights import SMALLEST, even_power
-
-_SHORT = 4096  # tokens that a query sees at most, with which a grid of a block for every tile is too slow
 
 
 class Keys(NamedTuple):
@@ -72,20 +67,6 @@ class Outputs(NamedTuple):
   normaliser: Float[Array, "B Hq T"]
 
 
-class _Tile(NamedTuple):
-  """TILE queries of one head."""
-
-  b: Int[Array, ""]
-  head: Int[Array, ""]
-  kv: Int[Array, ""]  # the head of their keys
-  token: Int[Array, ""]  # the first
-
-  @property
-  def frame(self) -> Int[Array, ""]:
-    """That they are in."""
-    return lax.div(self.token, jnp.int32(FRAME))
-
-
 def block_of_keys(value_dim: int) -> int:
   """Keys in a block of scores: as many as the registers hold."""
   return 128 if value_dim <= 64 else 64
@@ -100,212 +81,171 @@ def forward(
   power: int,
   dtype: DTypeLike,
   save_low: bool,
-  chunk: int | None = None,
   interpret: Any = None,
 ) -> Outputs:
-  """Attention over whole frames of tokens, of chunks if no key of another chunk is visible, and what is carried."""
+  """Attention over whole frames of tokens, and what is carried; y in `dtype`."""
   batch, time, query_heads, head_dim = q.shape
   heads, value_dim = v.shape[2:]
   group, columns = query_heads // heads, block_of_keys(value_dim)
-  slots = 4 if head_dim + value_dim <= 128 and carried is None else 3  # of keys and values
-  q_slots = 2 if head_dim <= 64 else 1
+  slots = 4 if head_dim + value_dim <= 128 else 3  # of keys and values
   blocks, tiles = FRAME // columns, time // TILE
-  all_tiles = batch * query_heads * tiles
-  grid = min(MULTIPROCESSORS, all_tiles) if (chunk or time) <= _SHORT else all_tiles
 
   def kernel(q_ref, folded_ref, k_ref, v_ref, gate_ref, pull_ref, decay_ref, first_ref, *more):
     carried_refs, more = (None, more) if carried is None else (more[:2], more[2:])
     (y_ref, low_ref, normaliser_ref), scratch = (
       (more[:3], more[3:]) if save_low else ((more[0], None, more[1]), more[2:])
     )
-    q_smem, k_smem, v_smem, y_smem, low_smem, normaliser_smem, carried_smem, weight_smem, gate_smem, *rest = scratch
-    q_filled, q_freed, carried_filled, carried_freed, k_filled, k_freed, v_filled, v_freed, *staging = rest
-    block, thread = lax.axis_index("block"), lax.axis_index("thread")
-    turns = Turns(block, all_tiles, grid)
+    q_smem, k_smem, v_smem, y_smem, low_smem, normaliser_smem, carried_smem, gate_smem, *barriers = scratch
+    q_filled, carried_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
+    item, thread = lax.axis_index("block"), lax.axis_index("thread")
+    row, n = place_in_grid(item, batch * query_heads, tiles)
+    b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
+    kv, first_token = lax.div(head, jnp.int32(group)), n * TILE
+    frame = lax.div(first_token, jnp.int32(FRAME))
+    # Blocks of keys: from `start`, from `near` on in the queries' own frame.
+    start, near = first_ref[b, kv, frame] * blocks, frame * blocks
+    stop = lax.div(first_token + TILE, jnp.int32(columns))
 
-    def tile_of(turn):
-      row, n = place_in_grid(turns.item(turn), batch * query_heads, tiles)
-      b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
-      return _Tile(b, head, lax.div(head, jnp.int32(group)), n * TILE)
-
-    def start_of(tile):
-      return first_ref[tile.b, tile.kv, tile.frame] * blocks
-
-    def begun(start, seen):
-      """Where the ring of slots is: the slot of the j-th block of keys of a tile that begins after `seen` blocks."""
-      return lambda j: lax.rem(seen + j - start, jnp.int32(slots))
+    def slot_of(j):
+      return lax.rem(j - start, jnp.int32(slots))
 
     @pl.when(thread < 2)
     def compute():
       plgpu.set_max_registers(232, action="increase")
 
-      def attend(turn, carry):
-        start, seen = carry
-        tile, slot_of, q_slot = tile_of(turn), begun(start, seen), lax.rem(turn, jnp.int32(q_slots))
-        # Asked for now, and not needed before the next tile.
-        next_start = start_of(tile_of(jnp.minimum(turn + 1, turns.count - 1)))
-        b, head, kv = tile.b, tile.head, tile.kv
-        # Blocks of keys: from `start`, from `near` on in the queries' own frame.
-        near, stop = tile.frame * blocks, lax.div(tile.token + TILE, jnp.int32(columns))
-        token, queries = tile.token + thread * ROWS, q_smem.at[q_slot, thread]
-        plgpu.barrier_wait(q_filled.at[q_slot])
+      def gather(sums, weights, slot):
+        if staging:  # the interpreter's wgmma takes no operand from registers
+          staging[0][thread] = weights
+          plgpu.commit_smem()
+          weights = staging[0].at[thread]
+        plgpu.wgmma(sums, weights, v_smem.at[slot])
 
-        def gather(sums, weights, slot):
-          if staging:  # the interpreter's wgmma takes no operand from registers
-            staging[0][thread] = weights
-            plgpu.commit_smem()
-            weights = staging[0].at[thread]
-          plgpu.wgmma(sums, weights, v_smem.at[slot])
+      token = first_token + thread * ROWS
+      queries = q_smem.at[thread]
+      plgpu.barrier_wait(q_filled)
 
-        def scores(j):
-          def product(s):
-            plgpu.wgmma(s, queries, k_smem.at[slot_of(j)].transpose((1, 0)))
-            return s[...]
+      def scores(j):
+        def product(s):
+          plgpu.wgmma(s, queries, k_smem.at[slot_of(j)].transpose((1, 0)))
+          return s[...]
 
-          plgpu.barrier_wait(k_filled.at[slot_of(j)])
-          s = pl.run_scoped(product, plgpu.ACC((ROWS, columns), jnp.float32))
-          plgpu.barrier_arrive(k_freed.at[slot_of(j)])
-          return s
+        plgpu.barrier_wait(k_filled.at[slot_of(j)])
+        s = pl.run_scoped(product, plgpu.ACC((ROWS, columns), jnp.float32))
+        plgpu.barrier_arrive(k_freed.at[slot_of(j)])
+        return s
 
-        def far_frame(f, carry):
-          s, total, normaliser = carry
-          decay = decay_ref[b, kv, f]
+      def far_frame(f, carry):
+        s, total, normaliser = carry
+        decay = decay_ref[b, kv, f]
 
-          def far_blocks(sums):
-            now, summed = s, nothing
-            for n in range(blocks):
-              j = f * blocks + n
-              plgpu.barrier_wait(k_filled.at[slot_of(j + 1)])
+        def far_blocks(sums):
+          now, summed = s, nothing
+          for n in range(blocks):
+            j = f * blocks + n
+            plgpu.barrier_wait(k_filled.at[slot_of(j + 1)])
 
-              def overlapped(following, j=j, now=now, summed=summed):
-                plgpu.wgmma(following, queries, k_smem.at[slot_of(j + 1)].transpose((1, 0)))
-                plgpu.barrier_wait(v_filled.at[slot_of(j)])  # ptxas then issues the whole product before the powers
-                weights = even_power(now, power)
-                summed = summed + weights.sum(axis=1)
-                gather(sums, weights.astype(v.dtype), slot_of(j))
-                return following[...], summed
+            def overlapped(following, j=j, now=now, summed=summed):
+              plgpu.wgmma(following, queries, k_smem.at[slot_of(j + 1)].transpose((1, 0)))
+              plgpu.barrier_wait(v_filled.at[slot_of(j)])  # ptxas then issues the whole product before the powers
+              weights = even_power(now, power)
+              summed = summed + weights.sum(axis=1)
+              gather(sums, weights.astype(v.dtype), slot_of(j))
+              return following[...], summed
 
-              now, summed = pl.run_scoped(overlapped, plgpu.ACC((ROWS, columns), jnp.float32))
-              plgpu.barrier_arrive(k_freed.at[slot_of(j + 1)])
-              plgpu.barrier_arrive(v_freed.at[slot_of(j)])
-            return now, sums[...], summed
-
-          s, gathered, summed = pl.run_scoped(far_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
-          return s, total * decay + gathered, normaliser * decay + summed  # the decay has had time to come
-
-        total = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), WGMMA)
-        normaliser = nothing = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
-        far = (lax.div(start, jnp.int32(blocks)), lax.div(near, jnp.int32(blocks)))
-        s, total, normaliser = lax.fori_loop(*far, far_frame, (scores(start), total, normaliser))
-
-        gate = plgpu.load(gate_smem.at[q_slot, thread], layout=WGMMA.reduce(1), optimized=False)
-        since_start = jnp.exp2(gate)
-        total, normaliser = total * down(since_start, total.shape), normaliser * since_start
-
-        def near_blocks(sums):
-          def add(j, s, normaliser):
-            keys_at = pl.ds(j * columns, columns)
-            pull = plgpu.load(pull_ref.at[b, kv, keys_at], layout=WGMMA.reduce(0), optimized=False)
-            seen = index(s.shape, 1, j * columns) <= index(s.shape, 0, token)
-            exponent = jnp.where(seen, down(gate, s.shape) - across(pull, s.shape), -jnp.inf)
-            weights = (even_power(s, power) * jnp.exp2(exponent)).astype(v.dtype)
-            plgpu.barrier_wait(v_filled.at[slot_of(j)])
-            gather(sums, weights, slot_of(j))
-            # Of the rounded weights, so that a row of one key gives that key's value exactly.
-            normaliser = normaliser + weights.astype(jnp.float32).sum(axis=1)
-            plgpu.wgmma_wait(0)
+            now, summed = pl.run_scoped(overlapped, plgpu.ACC((ROWS, columns), jnp.float32))
+            plgpu.barrier_arrive(k_freed.at[slot_of(j + 1)])
             plgpu.barrier_arrive(v_freed.at[slot_of(j)])
-            return normaliser
+          return now, sums[...], summed
 
-          summed = add(near, s, normaliser)
-          summed = lax.fori_loop(near + 1, stop, lambda j, summed: add(j, scores(j), summed), summed)
-          return sums[...], summed
+        s, gathered, summed = pl.run_scoped(far_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
+        return s, total * decay + gathered, normaliser * decay + summed  # the decay has had time to come
 
-        gathered, normaliser = pl.run_scoped(near_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
-        plgpu.barrier_arrive(q_freed.at[q_slot])
-        total = total + gathered
-        if carried_refs is not None:
-          plgpu.barrier_wait(carried_filled)
-          weight = plgpu.load(weight_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
-          heard = weight >= 0
-          normaliser = normaliser + jnp.where(heard, weight, 0.0)
-          total = total + plgpu.load(carried_smem.at[thread], layout=WGMMA) * down(
-            jnp.where(heard, 1.0, 0.0), total.shape
-          )
-          plgpu.barrier_arrive(carried_freed)
-        found = normaliser > SMALLEST
-        inverse = jnp.where(found, 1.0 / jnp.where(found, normaliser, 1.0), 0.0)
-        y = total * down(inverse, total.shape)
-        high = y.astype(dtype)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the tile before
-        y_smem[thread] = high
-        normaliser_smem[thread] = normaliser
-        if save_low:
-          low_smem[thread] = (y - high.astype(jnp.float32)).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        rows = pl.ds(token, ROWS)
-        plgpu.copy_smem_to_gmem(y_smem.at[thread], y_ref.at[b, rows, head])
-        plgpu.copy_smem_to_gmem(normaliser_smem.at[thread], normaliser_ref.at[b, head, rows])
-        if save_low:
-          plgpu.copy_smem_to_gmem(low_smem.at[thread], low_ref.at[b, rows, head])
-        return next_start, seen + stop - start
+      total = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), WGMMA)
+      normaliser = nothing = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
+      far = (lax.div(start, jnp.int32(blocks)), lax.div(near, jnp.int32(blocks)))
+      s, total, normaliser = lax.fori_loop(*far, far_frame, (scores(start), total, normaliser))
 
-      turns.each(attend, (start_of(tile_of(0)), jnp.int32(0)))
+      rows = pl.ds(token, ROWS)
+      gate = plgpu.load(gate_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
+      since_start = jnp.exp2(gate)
+      total, normaliser = total * down(since_start, total.shape), normaliser * since_start
+
+      def near_blocks(sums):
+        def add(j, s, normaliser):
+          keys_at = pl.ds(j * columns, columns)
+          pull = plgpu.load(pull_ref.at[b, kv, keys_at], layout=WGMMA.reduce(0), optimized=False)
+          seen = index(s.shape, 1, j * columns) <= index(s.shape, 0, token)
+          exponent = jnp.where(seen, down(gate, s.shape) - across(pull, s.shape), -jnp.inf)
+          weights = (even_power(s, power) * jnp.exp2(exponent)).astype(v.dtype)
+          plgpu.barrier_wait(v_filled.at[slot_of(j)])
+          gather(sums, weights, slot_of(j))
+          # Of the rounded weights, so that a row of one key gives that key's value exactly.
+          normaliser = normaliser + weights.astype(jnp.float32).sum(axis=1)
+          plgpu.wgmma_wait(0)
+          plgpu.barrier_arrive(v_freed.at[slot_of(j)])
+          return normaliser
+
+        summed = add(near, s, normaliser)
+        summed = lax.fori_loop(near + 1, stop, lambda j, summed: add(j, scores(j), summed), summed)
+        return sums[...], summed
+
+      gathered, normaliser = pl.run_scoped(near_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
+      total = total + gathered
+      if carried_refs is not None:
+        plgpu.barrier_wait(carried_filled)
+        weight = plgpu.load(carried_refs[1].at[b, head, rows], layout=WGMMA.reduce(1), optimized=False)
+        heard = weight >= 0
+        normaliser = normaliser + jnp.where(heard, weight, 0.0)
+        total = total + plgpu.load(carried_smem.at[thread], layout=WGMMA) * down(
+          jnp.where(heard, 1.0, 0.0), total.shape
+        )
+      found = normaliser > SMALLEST
+      inverse = jnp.where(found, 1.0 / jnp.where(found, normaliser, 1.0), 0.0)
+      y = total * down(inverse, total.shape)
+      high = y.astype(dtype)
+      y_smem[thread] = high
+      normaliser_smem[thread] = normaliser
+      if save_low:
+        low_smem[thread] = (y - high.astype(jnp.float32)).astype(jnp.bfloat16)
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(y_smem.at[thread], y_ref.at[b, rows, head])
+      plgpu.copy_smem_to_gmem(normaliser_smem.at[thread], normaliser_ref.at[b, head, rows])
+      if save_low:
+        plgpu.copy_smem_to_gmem(low_smem.at[thread], low_ref.at[b, rows, head])
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(thread == 2)
     def load():
       plgpu.set_max_registers(40, action="decrease")
+      for w in range(2):
+        rows = q_ref.at[b, pl.ds(first_token + w * ROWS, ROWS), head]
+        plgpu.copy_gmem_to_smem(rows, q_smem.at[w], q_filled)
+        gates = gate_ref.at[b, kv, pl.ds(first_token + w * ROWS, ROWS)]
+        plgpu.copy_gmem_to_smem(gates, gate_smem.at[w], q_filled)
+        if carried_refs is not None:
+          rows = carried_refs[0].at[b, pl.ds(first_token + w * ROWS, ROWS), head]
+          plgpu.copy_gmem_to_smem(rows, carried_smem.at[w], carried_filled)
 
-      def load_tile(turn, seen):
-        tile, q_slot = tile_of(turn), lax.rem(turn, jnp.int32(q_slots))
-        b, head, kv, start = tile.b, tile.head, tile.kv, start_of(tile)
-        near, stop, slot_of = tile.frame * blocks, lax.div(tile.token + TILE, jnp.int32(columns)), begun(start, seen)
-        wait_if(turn >= q_slots, q_freed.at[q_slot])
-        for w in range(2):
-          rows = pl.ds(tile.token + w * ROWS, ROWS)
-          plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[q_slot, w], q_filled.at[q_slot])
-          plgpu.copy_gmem_to_smem(gate_ref.at[b, kv, rows], gate_smem.at[q_slot, w], q_filled.at[q_slot])
+      def copy(keys_ref):
+        def step(j, none):
+          slot, rows = slot_of(j), pl.ds(j * columns, columns)
+          wait_if(j - start >= slots, k_freed.at[slot])
+          plgpu.copy_gmem_to_smem(keys_ref.at[b, rows, kv], k_smem.at[slot], k_filled.at[slot])
+          wait_if(j - start >= slots, v_freed.at[slot])
+          plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv], v_smem.at[slot], v_filled.at[slot])
+          return none
 
-        def copy(keys_ref):
-          def step(j, none):
-            slot, rows = slot_of(j), pl.ds(j * columns, columns)
-            before = seen + j - start
-            wait_if(before >= slots, k_freed.at[slot])
-            plgpu.copy_gmem_to_smem(keys_ref.at[b, rows, kv], k_smem.at[slot], k_filled.at[slot])
-            wait_if(before >= slots, v_freed.at[slot])
-            plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv], v_smem.at[slot], v_filled.at[slot])
-            return none
+        return step
 
-          return step
-
-        lax.fori_loop(start, near, copy(folded_ref), None)
-        lax.fori_loop(near, stop, copy(k_ref), None)
-        if carried_refs is not None:  # last, for the tile before must be done with it
-          wait_if(turn >= 1, carried_freed)
-          for w in range(2):
-            rows = pl.ds(tile.token + w * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(carried_refs[0].at[b, rows, head], carried_smem.at[w], carried_filled)
-            plgpu.copy_gmem_to_smem(carried_refs[1].at[b, head, rows], weight_smem.at[w], carried_filled)
-        return seen + stop - start
-
-      total = turns.each(load_tile, jnp.int32(0))
+      lax.fori_loop(start, near, copy(folded_ref), None)
+      lax.fori_loop(near, stop, copy(k_ref), None)
 
       def settle(j, none):  # leave no arrival unseen
-        slot = lax.rem(j, jnp.int32(slots))
-        plgpu.barrier_wait(k_freed.at[slot])
-        plgpu.barrier_wait(v_freed.at[slot])
+        plgpu.barrier_wait(k_freed.at[slot_of(j)])
+        plgpu.barrier_wait(v_freed.at[slot_of(j)])
         return none
 
-      lax.fori_loop(jnp.maximum(total - slots, 0), total, settle, None)
-
-      def settle_queries(turn, none):
-        plgpu.barrier_wait(q_freed.at[lax.rem(turn, jnp.int32(q_slots))])
-        return none
-
-      lax.fori_loop(jnp.maximum(turns.count - q_slots, 0), turns.count, settle_queries, None)
-      if carried_refs is not None:
-        plgpu.barrier_wait(carried_freed)
+      lax.fori_loop(jnp.maximum(stop - slots, start), stop, settle, None)
 
   f32 = jnp.float32
   y_shape = (batch, time, query_heads, value_dim)
@@ -314,7 +254,7 @@ def forward(
     outputs.insert(1, jax.ShapeDtypeStruct(y_shape, jnp.bfloat16))
   filled, freed = plgpu.Barrier(num_barriers=slots), plgpu.Barrier(num_arrivals=2, num_barriers=slots)
   scratch = [
-    shared((q_slots, 2, ROWS, head_dim), q.dtype),
+    shared((2, ROWS, head_dim), q.dtype),
     shared((slots, columns, head_dim), q.dtype),
     shared((slots, columns, value_dim), v.dtype),
     shared((2, ROWS, value_dim), dtype),
@@ -322,9 +262,6 @@ def forward(
     plgpu.SMEM((2, ROWS), f32),
     plgpu.SMEM((1,), f32) if carried is None else shared((2, ROWS, value_dim), f32),
     plgpu.SMEM((2, ROWS), f32),
-    plgpu.SMEM((q_slots, 2, ROWS), f32),
-    plgpu.Barrier(num_arrivals=4, num_barriers=q_slots),
-    plgpu.Barrier(num_arrivals=2, num_barriers=q_slots),
     plgpu.Barrier(num_arrivals=4),
     plgpu.Barrier(num_arrivals=2),
     *(filled, freed) * 2,
@@ -334,7 +271,7 @@ def forward(
     kernel,
     out_type=outputs,
     scratch_types=scratch,
-    grid=(grid,),
+    grid=(tiles * batch * query_heads,),
     grid_names=("block",),
     num_threads=3,
     thread_name="thread",

@@ -6,11 +6,10 @@
 The gradients of queries, keys and values are of the same form: with the cotangent of the numerator, or the values, in
 place of the second q, S[a] the other way round, and Z q added. They go to what pairs inside the chunk gave.
 
-A block of the grid takes 256 tokens of a chunk at a time; states stream past, and with them the coordinates of x that
-they belong to. Features are not expanded: y times one column of x, in registers, is the left operand. A pair of
-coordinates of which one is in the first half and the other in the second is taken once, twice as heavy, unless S[a]
-stands the other way round. Z comes in pieces whose sum has more bits than one, for the normaliser can be the small rest
-of large terms.
+A block of the grid owns 256 tokens of a chunk; states stream past. Features are not expanded: y times one column of x,
+in registers, is the left operand. A pair of coordinates of which one is in the first half and the other in the second
+is taken once, twice as heavy, unless S[a] stands the other way round. Z comes in pieces whose sum has more bits than
+one, for the normaliser can be the small rest of large terms.
 
     warpgroups 0, 1   128 tokens each
     warpgroup 2       loads
@@ -24,9 +23,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, BFloat16, Float, Int
+from jaxtyping import Array, BFloat16, Float
 
-from kernels_pallas.gpu.tiles import MULTIPROCESSORS, ROWS, WGMMA, Turns, accumulate, down, shared, varying_as, wait_if
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, accumulate, down, shared, varying_as, wait_if
 
 TOKENS = 4 * ROWS  # of a block of the grid
 PIECES = 2  # of Z
@@ -48,20 +47,6 @@ class _Options(NamedTuple):
   w_scale: Float[Array, "B Hq T"] | None = None
   rows: Float[Array, "B T Hq _"] | None = None  # to be added, in the type of the sum
   scale: Float[Array, "B Hq T"] | None = None
-
-
-class _Place(NamedTuple):
-  """TOKENS tokens of one head."""
-
-  b: Int[Array, ""]
-  head: Int[Array, ""]
-  source: Int[Array, ""]  # the head of its state
-  tile: Int[Array, ""]
-  chunk: Int[Array, ""]
-
-  def tokens(self, part: Any) -> Any:
-    """ROWS of them."""
-    return pl.ds(self.tile * TOKENS + part * ROWS, ROWS)
 
 
 def read(
@@ -119,7 +104,6 @@ def _read(
   transposed = given.w is not None
   width, out = (value_dim, head_dim) if transposed else (head_dim, value_dim)
   group, tiles, in_chunk = all_heads // heads, time // TOKENS, time // count // TOKENS
-  grid = min(MULTIPROCESSORS, batch * all_heads * tiles)
   # Matrices come by columns, all of them or half: of the last matrices only the second half is needed.
   columns = head_dim if transposed else head_dim // 2
   halves = head_dim // columns
@@ -129,25 +113,25 @@ def _read(
   finds_normaliser = given.Z is not None and not transposed
   f32 = jnp.float32
 
-  def visited(n: Any, whole: bool) -> tuple[Any, list[tuple[int, int]]]:
-    """The first coordinate that comes with visit n, and how much further each matrix's is, and which columns it has."""
+  def visited(n: Any, whole: bool) -> list[tuple[Any, int]]:
+    """The coordinates a, and which columns of S[a], that come with visit n."""
     if whole:
-      return (n - first) * PIECES, [(m, h) for m in range(PIECES) for h in range(halves)]
-    return columns + (n - last_whole) * halves * PIECES, [(m, 1) for m in range(halves * PIECES)]
+      return [((n - first) * PIECES + m, h) for m in range(PIECES) for h in range(halves)]
+    return [(columns + (n - last_whole) * halves * PIECES + m, 1) for m in range(halves * PIECES)]
 
   def kernel(x_ref, y_ref, s_ref, *more):
     refs = list(more)
     options: Any = _Options(*(None if array is None else refs.pop(0) for array in given))
     outputs = [refs.pop(0) for _ in range(results)]
-    x_smem, y_smem, w_smem, s_smem, out_smem, vectors_smem, *refs = refs
-    here, y_freed, rows_here, out_freed, filled, freed, *staging = refs
-    block, thread = lax.axis_index("block"), lax.axis_index("thread")
-    turns = Turns(block, batch * all_heads * tiles, grid)
+    x_smem, y_smem, w_smem, s_smem, out_smem, vectors_smem, here, filled, freed, *staging = refs
+    w_scale_smem, scale_smem, normaliser_smem = (vectors_smem.at[max(0, n)] for n in places)
+    item, thread = lax.axis_index("block"), lax.axis_index("thread")
+    row, tile = (f(item, jnp.int32(tiles)) for f in (lax.div, lax.rem))
+    b, head = (f(row, jnp.int32(all_heads)) for f in (lax.div, lax.rem))
+    c, source = lax.div(tile, jnp.int32(in_chunk)), lax.div(head, jnp.int32(group))
 
-    def place(turn):
-      row, tile = (f(turns.item(turn), jnp.int32(tiles)) for f in (lax.div, lax.rem))
-      b, head = (f(row, jnp.int32(all_heads)) for f in (lax.div, lax.rem))
-      return _Place(b, head, lax.div(head, jnp.int32(group)), tile, lax.div(tile, jnp.int32(in_chunk)))
+    def tokens(part):
+      return pl.ds(tile * TOKENS + part * ROWS, ROWS)
 
     @pl.when(thread < 2)
     def compute():
@@ -177,143 +161,96 @@ def _read(
       def part_of(y, h):
         return y if halves == 1 else y[:, h * columns : (h + 1) * columns]
 
-      def work(turn, seen):
-        """256 tokens, after `seen` visits."""
-        at = place(turn)
-        w_scale_smem, scale_smem, normaliser_smem = (
-          vectors_smem.at[lax.rem(turn, jnp.int32(2)), max(0, n)] for n in places
-        )
+      def times_Z(lefts):
+        plgpu.barrier_wait(filled.at[0])
 
-        def times_Z(lefts):
-          slot = lax.rem(seen, jnp.int32(_SLOTS))
+        def products(*sums):
+          for left, u in zip(lefts, sums, strict=True):
+            for m in range(halves * PIECES):
+              multiply(u, part_of(left, m % halves), operand(0, m))
+          done_with(0)
+          return tuple(u[...] for u in sums)
+
+        return pl.run_scoped(products, *(plgpu.ACC((ROWS, head_dim), f32),) * 2)
+
+      plgpu.barrier_wait(here)
+      rows = [plgpu.load(y_smem.at[part], layout=WGMMA, optimized=False) for part in parts]
+      zeros = plgpu.layout_cast(jnp.zeros((ROWS, out), f32), WGMMA)
+      sums: tuple[Array, ...] = (zeros, zeros)
+      if transposed:
+        sums = times_Z([plgpu.load(w_smem.at[part], layout=WGMMA, optimized=False) for part in parts])
+        if options.w_scale is not None:
+          sums = tuple(u * down(along(w_scale_smem.at[part]), u.shape) for u, part in zip(sums, parts, strict=True))
+      elif finds_normaliser:
+        for y, u, part in zip(rows, times_Z(rows), parts, strict=True):
+          normaliser_smem[part] = (u * y.astype(f32)).sum(axis=1) * along(scale_smem.at[part])
+
+      def gather(*sums):
+        def visit(n, none, *, whole):
+          slot = lax.rem(n, jnp.int32(_SLOTS))
           plgpu.barrier_wait(filled.at[slot])
+          for m, (a, h) in enumerate(visited(n, whole)):
+            for y, z, part in zip(rows, sums, parts, strict=True):
+              factor, left = along(x_smem.at[a, pl.ds(part * ROWS, ROWS)]), part_of(y, h)
+              if whole and h == 1:  # for (b, a), too, which does not come
+                factor = factor + factor
+              multiply(z, left * down(factor, left.shape), operand(slot, m))
+          done_with(slot)
+          return none
 
-          def products(*sums):
-            for left, u in zip(lefts, sums, strict=True):
-              for m in range(halves * PIECES):
-                multiply(u, part_of(left, m % halves), operand(slot, m))
-            done_with(slot)
-            return tuple(u[...] for u in sums)
+        lax.fori_loop(first, jnp.int32(last_whole), functools.partial(visit, whole=True), None)
+        if last_whole < visits:
+          lax.fori_loop(last_whole, jnp.int32(visits), functools.partial(visit, whole=False), None)
 
-          return pl.run_scoped(products, *(plgpu.ACC((ROWS, head_dim), f32),) * 2)
-
-        plgpu.barrier_wait(here)
-        rows = [plgpu.load(y_smem.at[part], layout=WGMMA, optimized=False) for part in parts]
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS, out), f32), WGMMA)
-        sums: tuple[Array, ...] = (zeros, zeros)
-        if transposed:
-          lefts = [plgpu.load(w_smem.at[part], layout=WGMMA, optimized=False) for part in parts]
-          plgpu.barrier_arrive(y_freed)
-          sums = times_Z(lefts)
-          if options.w_scale is not None:
-            sums = tuple(u * down(along(w_scale_smem.at[part]), u.shape) for u, part in zip(sums, parts, strict=True))
-        else:
-          plgpu.barrier_arrive(y_freed)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the turn before
+      sums = accumulate(gather, sums, interpret)
+      for z, part in zip(sums, parts, strict=True):
+        if options.scale is not None:
+          z = z * down(along(scale_smem.at[part]), z.shape)
         if options.rows is not None:
-          plgpu.barrier_arrive(out_freed)
+          z = z + plgpu.load(out_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
+        out_smem[part] = z.astype(out_smem.dtype)
+      plgpu.commit_smem()
+      for part in parts:
+        plgpu.copy_smem_to_gmem(out_smem.at[part], outputs[0].at[b, tokens(part), head])
         if finds_normaliser:
-          for y, u, part in zip(rows, times_Z(rows), parts, strict=True):
-            normaliser_smem[part] = (u * y.astype(f32)).sum(axis=1) * along(scale_smem.at[part])
-
-        def gather(*sums):
-          def visit(n, none, *, whole):
-            slot = lax.rem(seen + n, jnp.int32(_SLOTS))
-            plgpu.barrier_wait(filled.at[slot])
-            for m, (further, h) in enumerate(visited(n, whole)[1]):
-              for y, z, part in zip(rows, sums, parts, strict=True):
-                factor, left = along(x_smem.at[slot, further, pl.ds(part * ROWS, ROWS)]), part_of(y, h)
-                if whole and h == 1:  # for (b, a), too, which does not come
-                  factor = factor + factor
-                multiply(z, left * down(factor, left.shape), operand(slot, m))
-            done_with(slot)
-            return none
-
-          lax.fori_loop(first, jnp.int32(last_whole), functools.partial(visit, whole=True), None)
-          if last_whole < visits:
-            lax.fori_loop(last_whole, jnp.int32(visits), functools.partial(visit, whole=False), None)
-
-        sums = accumulate(gather, sums, interpret)
-        if options.rows is not None:
-          plgpu.barrier_wait(rows_here)
-        for z, part in zip(sums, parts, strict=True):
-          if options.scale is not None:
-            z = z * down(along(scale_smem.at[part]), z.shape)
-          if options.rows is not None:
-            z = z + plgpu.load(out_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
-          out_smem[part] = z.astype(out_smem.dtype)
-        plgpu.commit_smem()
-        for part in parts:
-          plgpu.copy_smem_to_gmem(out_smem.at[part], outputs[0].at[at.b, at.tokens(part), at.head])
-          if finds_normaliser:
-            plgpu.copy_smem_to_gmem(normaliser_smem.at[part], outputs[1].at[at.b, at.head, at.tokens(part)])
-        return seen + visits
-
-      turns.each(work, jnp.int32(0))
+          plgpu.copy_smem_to_gmem(normaliser_smem.at[part], outputs[1].at[b, head, tokens(part)])
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
     def load():
       plgpu.set_max_registers(40, action="decrease")
+
       fetch = plgpu.copy_gmem_to_smem
+      fetch(x_ref.at[b, head, :, pl.ds(tile * TOKENS, TOKENS)], x_smem, here)
+      for part in range(4):
+        fetch(y_ref.at[b, tokens(part), head], y_smem.at[part], here)
+        for source_ref, target in ((options.w, w_smem), (options.rows, out_smem)):
+          if source_ref is not None:
+            fetch(source_ref.at[b, tokens(part), head], target.at[part], here)
+        for source_ref, target in ((options.w_scale, w_scale_smem), (options.scale, scale_smem)):
+          if source_ref is not None:
+            fetch(source_ref.at[b, head, tokens(part)], target.at[part], here)
 
-      def work(turn, seen):
-        at = place(turn)
-        b, head = at.b, at.head
-        vectors = vectors_smem.at[lax.rem(turn, jnp.int32(2))]
-        wait_if(turn > 0, y_freed)
-        for part in range(4):
-          fetch(y_ref.at[b, at.tokens(part), head], y_smem.at[part], here)
-          if options.w is not None:
-            fetch(options.w.at[b, at.tokens(part), head], w_smem.at[part], here)
-          for source_ref, n in ((options.w_scale, places[0]), (options.scale, places[1])):
-            if source_ref is not None:
-              fetch(source_ref.at[b, head, at.tokens(part)], vectors.at[n, part], here)
+      def some_columns(h):
+        return pl.ds(h * columns, columns)
 
-        def some_columns(h):
-          return pl.ds(h * columns, columns)
+      if first:
+        for m in range(halves * PIECES):
+          piece = options.Z.at[b, source, c, m // halves, :, some_columns(m % halves)]
+          fetch(piece, s_smem.at[0, m], filled.at[0])
 
-        def next_slot(n):
-          slot = lax.rem(seen + n, jnp.int32(_SLOTS))
-          wait_if(seen + n >= _SLOTS, freed.at[slot])
-          return slot
-
-        if first:
-          slot = next_slot(0)
-          for m in range(halves * PIECES):
-            piece = options.Z.at[b, at.source, at.chunk, m // halves, :, some_columns(m % halves)]
-            fetch(piece, s_smem.at[slot, m], filled.at[slot])
-          plgpu.barrier_arrive(filled.at[slot])  # for the coordinates that other visits bring
-
-        def copy(n, none, *, whole):
-          slot = next_slot(n)
-          a, matrices = visited(n, whole)
-          for m, (further, h) in enumerate(matrices):
-            matrix = s_ref.at[b, at.source, at.chunk, a + further, :, some_columns(h)]
-            fetch(matrix, s_smem.at[slot, m], filled.at[slot])
-          count = matrices[-1][0] + 1
-          coordinates = x_ref.at[b, head, pl.ds(a, count), pl.ds(at.tile * TOKENS, TOKENS)]
-          fetch(coordinates, x_smem.at[slot, pl.ds(0, count)], filled.at[slot])
-          return none
-
-        lax.fori_loop(first, jnp.int32(first + _SLOTS - 1), functools.partial(copy, whole=True), None)
-        if options.rows is not None:  # not before the states that are needed first
-          plgpu.barrier_wait(out_freed)
-          for part in range(4):
-            fetch(options.rows.at[b, at.tokens(part), head], out_smem.at[part], rows_here)
-        lax.fori_loop(first + _SLOTS - 1, jnp.int32(last_whole), functools.partial(copy, whole=True), None)
-        if last_whole < visits:
-          lax.fori_loop(last_whole, jnp.int32(visits), functools.partial(copy, whole=False), None)
-        return seen + visits
-
-      seen = turns.each(work, jnp.int32(0))
-
-      def settle(n, none):  # leave no arrival unseen
-        plgpu.barrier_wait(freed.at[lax.rem(n, jnp.int32(_SLOTS))])
+      def copy(n, none, *, whole):
+        slot = lax.rem(n, jnp.int32(_SLOTS))
+        wait_if(n >= _SLOTS, freed.at[slot])
+        for m, (a, h) in enumerate(visited(n, whole)):
+          fetch(s_ref.at[b, source, c, a, :, some_columns(h)], s_smem.at[slot, m], filled.at[slot])
         return none
 
-      lax.fori_loop(jnp.maximum(seen - _SLOTS, 0), seen, settle, None)
-      plgpu.barrier_wait(y_freed)
+      lax.fori_loop(first, jnp.int32(last_whole), functools.partial(copy, whole=True), None)
+      if last_whole < visits:
+        lax.fori_loop(last_whole, jnp.int32(visits), functools.partial(copy, whole=False), None)
+      for n in range(visits - _SLOTS, visits):  # leave no arrival unseen
+        plgpu.barrier_wait(freed.at[n % _SLOTS])
 
   dtype = f32 if given.rows is None else given.rows.dtype
   outputs = [jax.ShapeDtypeStruct((batch, time, all_heads, out), dtype)]
@@ -325,17 +262,14 @@ def _read(
   wanted = [given.w_scale is not None, given.scale is not None, finds_normaliser]
   places = [sum(wanted[: n + 1]) - 1 for n in range(3)]
   scratch = [
-    plgpu.SMEM((_SLOTS, halves * PIECES, TOKENS), x.dtype),
+    plgpu.SMEM((head_dim, TOKENS), x.dtype),
     shared((4, ROWS, width), y.dtype),
     shared((4, ROWS, head_dim), y.dtype) if transposed else plgpu.SMEM((1,), f32),
     shared((_SLOTS, halves * PIECES, value_dim, columns), S.dtype),
     shared((4, ROWS, out), dtype),
-    plgpu.SMEM((2, max(1, sum(wanted)), 4, ROWS), f32),
-    plgpu.Barrier(num_arrivals=4 * (1 + sum(array is not None for array in (given.w, given.w_scale, given.scale)))),
-    plgpu.Barrier(num_arrivals=2),
-    plgpu.Barrier(num_arrivals=4),
-    plgpu.Barrier(num_arrivals=2),
-    plgpu.Barrier(num_arrivals=1 + halves * PIECES, num_barriers=_SLOTS),
+    plgpu.SMEM((max(1, sum(wanted)), 4, ROWS), f32),
+    plgpu.Barrier(num_arrivals=1 + 4 * (1 + sum(array is not None for array in given[1:]))),
+    plgpu.Barrier(num_arrivals=halves * PIECES, num_barriers=_SLOTS),
     plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
     *((shared((2, ROWS, width // halves), y.dtype),) if interpret is not None else ()),
   ]
@@ -343,7 +277,7 @@ def _read(
     kernel,
     out_type=outputs,
     scratch_types=scratch,
-    grid=(grid,),
+    grid=(batch * all_heads * tiles,),
     grid_names=("block",),
     num_threads=3,
     thread_name="thread",

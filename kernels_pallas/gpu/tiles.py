@@ -46,55 +46,17 @@ def varying_as(like: Array, tree: Any) -> Any:
   return jax.tree.map(mark, tree)
 
 
-def place_in_grid(
-  item: Int[Array, ""], rows: int, tiles: int, at_once: int = MULTIPROCESSORS
-) -> tuple[Int[Array, ""], Int[Array, ""]]:
-  """(the sequence and head, the tile of tokens) of a piece of work, last tiles first.
+def place_in_grid(item: Int[Array, ""], rows: int, tiles: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+  """(the sequence and head, the tile of tokens) of a block of the grid, last tiles first.
 
-  A row's tiles follow one another, and only as many rows take part at once as there are pieces done at once:
-  neighbours read the same memory at about the same time, so that it stays in the cache.
+  A row's tiles follow one another, and only as many rows take part at once as fill the chip: neighbours read the same
+  memory at about the same time, so that it stays in the cache.
   """
-  fill = -(-at_once // tiles)
+  fill = -(-MULTIPROCESSORS // tiles)
   together = next(n for n in range(min(fill, rows), 0, -1) if rows % n == 0)
   group, rest = (f(item, jnp.int32(tiles * together)) for f in (lax.div, lax.rem))
   tile, row = (f(rest, jnp.int32(together)) for f in (lax.div, lax.rem))
   return group * together + row, tiles - 1 - tile
-
-
-class Turns(NamedTuple):
-  """What a block of the grid does, one piece of work after another: one of each round of the grid, or neighbours.
-
-  Pieces that wait for ones before them must be neighbours: then what a block waits for is its own, or that of blocks
-  before it, which run already, however many run at once.
-  """
-
-  block: Int[Array, ""]
-  work: int  # pieces, of all blocks
-  grid: int  # blocks
-  neighbours: bool = False
-
-  def item(self, turn: Any) -> Any:
-    """Which piece."""
-    if self.neighbours:
-      return self._before(self.block) + turn
-    # Rounds are moved on by one, so that no block gets the same part of every chunk.
-    return turn * self.grid + lax.rem(self.block + turn, jnp.int32(self.grid))
-
-  @property
-  def count(self) -> Any:
-    """How many turns the block has."""
-    if self.neighbours:
-      return self._before(self.block + 1) - self._before(self.block)
-    whole, rest = divmod(self.work, self.grid)
-    return jnp.where(lax.rem(self.block + whole, jnp.int32(self.grid)) < rest, whole + 1, whole)
-
-  def _before(self, block: Any) -> Any:
-    whole, rest = divmod(self.work, self.grid)
-    return block * whole + jnp.minimum(block, rest)
-
-  def each(self, do: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """Does every turn's work."""
-    return do(jnp.int32(0), carry) if self.grid == self.work else lax.fori_loop(0, self.count, do, carry)
 
 
 class TokenTile(NamedTuple):
