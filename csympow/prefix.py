@@ -59,7 +59,7 @@ def _running(x: Float[Array, "B H n"], more: Float[Array, "B H n"] | None = None
   coarse, fine, unit = _on_grid(blocks, size)
   parts = [coarse, fine]
   if more is not None:  # the first two sums are exact, and the third need not be
-    fine, finest, _ = _on_grid(fine, size, unit)
+    fine, finest, _ = _on_grid(fine, size, unit / 2)
     parts = [coarse, fine, finest + _blocks(more, size)]
   adds = jnp.tri(blocks.shape[-1], dtype=jnp.float32).T
   coarse, *parts = (jnp.matmul(part, adds, precision="highest") for part in parts)
@@ -113,16 +113,16 @@ def add(left: Total, right: Total) -> Total:
 
 
 def _on_grid(
-  x: Float[Array, "B H n t"], size: int, within: Float[Array, "B H n 1"] | None = None
+  x: Float[Array, "B H n t"], size: int, half: Float[Array, "B H n 1"] | None = None
 ) -> tuple[Float[Array, "B H n t"], Float[Array, "B H n t"], Float[Array, "B H n 1"]]:
   """X as a sum of two parts, the first such that its sums over `size` are exact in float32, in any order; and its unit.
 
-  `within` is a power of two that no x exceeds, if one is known.
+  `half` is a power of two, if one is known, of which no x is more than twice as large.
   """
-  if within is None:
+  if half is None:
     largest = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-25)  # so that no unit is 0
     exponent = lax.bitcast_convert_type(largest, jnp.uint32) & np.uint32(0x7F800000)
-    within = 2 * lax.bitcast_convert_type(exponent, jnp.float32)
-  unit = within * (size / 2**24)
+    half = lax.bitcast_convert_type(exponent, jnp.float32)
+  unit = half * (2 * size / 2**24)
   coarse = jnp.round(x / unit) * unit
   return coarse, x - coarse, unit

@@ -7,8 +7,6 @@ import pytest
 
 from csympow.prefix import prefix_sum
 
-LENGTHS = [1, 7, 128, 129, 1000, 65_536, 200_003]  # the last has three levels of blocks
-
 
 def exact(x, restarts=None, reverse=False):
   """The same sums in float64."""
@@ -23,10 +21,18 @@ def exact(x, restarts=None, reverse=False):
   return total[:, flip]
 
 
-@pytest.mark.parametrize("T", LENGTHS)
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("restarting", [False, True])
-def test_totals_keep_more_bits_than_float32_has(T, reverse, restarting):
+@pytest.mark.parametrize(
+  ("T", "restarting", "reverse"),
+  [
+    (1, True, False),
+    (129, False, True),
+    (1000, True, True),
+    (1000, False, False),
+    (140_000, False, False),  # three levels of blocks
+    pytest.param(65_536, True, False, marks=pytest.mark.slow),
+  ],
+)
+def test_totals_keep_more_bits_than_float32_has(T, restarting, reverse):
   rng = np.random.default_rng(T)
   # Of one sign, as log gates and betas are, and of many sizes, so that a float32 total would lose most of them.
   x = np.asarray(np.exp(4 * rng.standard_normal((2, T, 3))), np.float32)
@@ -40,18 +46,24 @@ def test_totals_keep_more_bits_than_float32_has(T, reverse, restarting):
 
 
 def test_differences_of_far_totals_are_as_exact_as_of_near_ones():
-  x = jnp.full((1, 2**20, 1), 0.1, jnp.float32)
+  x = jnp.full((1, 2**18, 1), 0.1, jnp.float32)
   total = prefix_sum(x)
   step = (total.hi[0, -1, 0] - total.hi[0, -2, 0]) + (total.lo[0, -1, 0] - total.lo[0, -2, 0])
   assert abs(float(step) / float(np.float32(0.1)) - 1) < 1e-6
 
 
 def test_sums_that_are_exact_in_float32_are_exact():
-  x = np.random.default_rng(0).integers(-8, 9, (1, 300_000, 2)).astype(np.float32)
+  x = np.random.default_rng(0).integers(-8, 9, (1, 140_000, 2)).astype(np.float32)
   np.testing.assert_array_equal(prefix_sum(jnp.asarray(x)).hi, np.cumsum(x, axis=1))
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-37, 1e30])
+@pytest.mark.parametrize("size", [0.0, 1e-37, 3e35])
 def test_small_and_large_terms_have_finite_sums(size):
   x = jnp.full((1, 1000, 1), size, jnp.float32)
   np.testing.assert_allclose(prefix_sum(x, reverse=True).hi[0, :, 0], size * np.arange(1000, 0, -1), rtol=1e-5)
+
+
+def test_the_largest_number_has_a_sum():
+  x = jnp.zeros((1, 300, 1), jnp.float32).at[0, 7].set(-3.4e38)
+  total = prefix_sum(x).hi[0, :, 0]
+  np.testing.assert_array_equal(total, np.where(np.arange(300) < 7, 0.0, np.float32(-3.4e38)))
