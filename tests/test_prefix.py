@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from csympow.prefix import prefix_sum
+from csympow import prefix
+
+prefix_sum = jax.jit(prefix.prefix_sum, static_argnames="reverse")
 
 
 def exact(x, restarts=None, reverse=False):
@@ -37,7 +39,7 @@ def test_totals_keep_more_bits_than_float32_has(T, restarting, reverse):
   # Of one sign, as log gates and betas are, and of many sizes, so that a float32 total would lose most of them.
   x = np.asarray(np.exp(4 * rng.standard_normal((2, T, 3))), np.float32)
   restarts = jnp.asarray(rng.random((2, T, 1)) < 3 / T) if restarting else None
-  total = jax.jit(lambda x: prefix_sum(x, restarts, reverse=reverse))(x)
+  total = prefix_sum(x, restarts, reverse=reverse)
   found = np.asarray(total.hi, np.float64) + np.asarray(total.lo, np.float64)
   expected = exact(x, restarts, reverse)
   largest = np.max(np.abs(expected), axis=1, keepdims=True)
