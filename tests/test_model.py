@@ -269,6 +269,7 @@ def test_a_frequent_tokens_gradient_is_added_up_in_float32():
   assert re.findall(scatter, gradient.as_text()) == [("f32", "f32", "f32")]
 
 
+@pytest.mark.slow
 def test_remat_policies_trade_memory_for_work_and_change_nothing_else():
   tokens = tokens_of(16, 12)
   memory, gradients = {}, {}

@@ -31,8 +31,9 @@ def results(form, q, k, v, weights, **options):
   return y, *transpose(weights)
 
 
-@pytest.mark.parametrize("gate", [*(pytest.param(x, marks=pytest.mark.slow) for x in (-1.0, -7.0, -14.0)), -20.0])
-@pytest.mark.parametrize("form", [pytest.param("chunked", marks=pytest.mark.slow), "recurrent"])
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", [-1.0, -7.0, -14.0, -20.0])
+@pytest.mark.parametrize("form", ["chunked", "recurrent"])
 def test_what_a_strong_gate_leaves_is_exact_where_nothing_else_is_left(form, gate):
   """The keys after the gate are zero, so the outputs there rest on what the gate let through."""
   q, k, v, weights = tensors()
