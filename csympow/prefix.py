@@ -1,4 +1,4 @@
-"""Prefix sums that keep 48 bits.
+"""Prefix sums that keep more bits than float32 has.
 
 Gates and phases are totals over up to a million tokens of which only *differences* matter: b_ij = exp(G_i - G_j), and
 the angle between two positions. A float32 total near 1,000 has lost what an error of 1e-5 in a difference needs, so
@@ -53,19 +53,26 @@ def prefix_sum(
 
 
 def _running(x: Float[Array, "B H n"], more: Float[Array, "B H n"] | None = None) -> Total:
-  """The inclusive sum of x, or of x + more if these are totals."""
+  """The inclusive sum of x, or of x + more if these are totals, which those after them must not change."""
   count, size = x.shape[-1], _BLOCK if more is None else _TOTALS
-  blocks = _blocks(x, size)
-  coarse, fine, unit = _on_grid(blocks, size)
-  parts = [coarse, fine]
-  if more is not None:  # the first two sums are exact, and the third need not be
-    fine, finest, _ = _on_grid(fine, size, unit / 2)
-    parts = [coarse, fine, finest + _blocks(more, size)]
+  wrong = None
+  if more is not None:
+    wrong = ~jnp.isfinite(x + more)
+    x, more = (jnp.where(wrong, 0.0, array) for array in (x, more))
+  blocks = rest = _blocks(x, size)
+  unit, parts = None, []
+  for _ in range(1 if more is None else 3):
+    part, rest, unit = _on_grid(rest, size, unit)
+    parts.append(part)
+  parts.append(rest if more is None else rest + _blocks(more, size))  # all sums but this one's are exact
   adds = jnp.tri(blocks.shape[-1], dtype=jnp.float32).T
-  coarse, *parts = (jnp.matmul(part, adds, precision="highest") for part in parts)
-  total = Total(coarse, jnp.zeros_like(coarse))
-  for part in parts:
-    total = add(total, Total(part, jnp.zeros_like(part)))
+  first, *others = (jnp.matmul(part, adds, precision="highest") for part in parts)
+  total = Total(first, jnp.zeros_like(first))
+  for other in others:
+    total = add(total, Total(other, jnp.zeros_like(other)))
+  if wrong is not None:
+    until = jnp.matmul(_blocks(wrong.astype(jnp.float32), size), adds)
+    total = total._replace(hi=jnp.where(until > 0, jnp.nan, total.hi))
   if blocks.shape[2] > 1:
     total = add(_before(_running(total.hi[..., -1], total.lo[..., -1])), total)
   return Total(*(array.reshape(*x.shape[:2], -1)[..., :count] for array in total))
@@ -113,16 +120,19 @@ def add(left: Total, right: Total) -> Total:
 
 
 def _on_grid(
-  x: Float[Array, "B H n t"], size: int, half: Float[Array, "B H n 1"] | None = None
+  x: Float[Array, "B H n t"], size: int, within: Float[Array, "B H n 1"] | None = None
 ) -> tuple[Float[Array, "B H n t"], Float[Array, "B H n t"], Float[Array, "B H n 1"]]:
   """X as a sum of two parts, the first such that its sums over `size` are exact in float32, in any order; and its unit.
 
-  `half` is a power of two, if one is known, of which no x is more than twice as large.
+  `within` is a power of two that no x exceeds, if one is known: the unit of the grid before.
   """
-  if half is None:
-    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-25)  # so that no unit is 0
+  if within is None:
+    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-20)  # so that no unit is 0
     exponent = lax.bitcast_convert_type(largest, jnp.uint32) & np.uint32(0x7F800000)
     half = lax.bitcast_convert_type(exponent, jnp.float32)
-  unit = half * (2 * size / 2**24)
-  coarse = jnp.round(x / unit) * unit
+    unit = half * (2 * size / 2**24)
+  else:
+    unit = within * (size / 2**24)
+  most = 2**24 // size - 1  # or the largest number would be rounded to infinity
+  coarse = jnp.clip(jnp.round(x / unit), -most, most) * unit
   return coarse, x - coarse, unit

@@ -1,4 +1,4 @@
-"""Running totals: 48 bits of them, over any length, forwards and backwards, anew at restarts."""
+"""Running totals: more bits than float32 has, over any length, forwards and backwards, anew at restarts."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,10 @@ def test_totals_keep_more_bits_than_float32_has(T, restarting, reverse):
   rng = np.random.default_rng(T)
   # Of one sign, as log gates and betas are, and of many sizes, so that a float32 total would lose most of them.
   x = np.asarray(np.exp(4 * rng.standard_normal((2, T, 3))), np.float32)
-  restarts = jnp.asarray(rng.random((2, T, 1)) < 3 / T) if restarting else None
+  restarts = None
+  if restarting:  # at random, at the first and last tokens, and where a block begins and ends
+    edges = np.isin(np.arange(T), [0, 127, 128, T - 1])[None, :, None] & np.array([True, False])[:, None, None]
+    restarts = jnp.asarray((rng.random((2, T, 1)) < 3 / T) | edges)
   total = prefix_sum(x, restarts, reverse=reverse)
   found = np.asarray(total.hi, np.float64) + np.asarray(total.lo, np.float64)
   expected = exact(x, restarts, reverse)
@@ -66,6 +69,14 @@ def test_small_and_large_terms_have_finite_sums(size):
 
 
 def test_the_largest_number_has_a_sum():
-  x = jnp.zeros((1, 300, 1), jnp.float32).at[0, 7].set(-3.4e38)
-  total = prefix_sum(x).hi[0, :, 0]
-  np.testing.assert_array_equal(total, np.where(np.arange(300) < 7, 0.0, np.float32(-3.4e38)))
+  largest = np.finfo(np.float32).max
+  total = prefix_sum(jnp.zeros((1, 300, 1), jnp.float32).at[0, 7].set(-largest)).hi[0, :, 0]
+  np.testing.assert_array_equal(total, np.where(np.arange(300) < 7, 0.0, -largest))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e9])
+def test_what_comes_later_does_not_change_the_totals_of_blocks_before(value):
+  x = jnp.full((1, 2000, 1), 0.1, jnp.float32)
+  before, after = (prefix_sum(x.at[0, 1500].set(last)) for last in (0.1, value))
+  np.testing.assert_allclose(after.hi[0, :1408, 0], before.hi[0, :1408, 0], rtol=1e-6)
+  assert np.isfinite(after.hi[0, 1600:, 0]).all() == np.isfinite(value)

@@ -123,7 +123,7 @@ def clock(study: StudyConfig, kept: Sequence[Record]) -> "Figure | None":
     axes.plot(seconds[middle : middle + len(smooth)], smooth, label=label, **_unmarked(record.variant))
     heldout = [math.nan if loss is None else loss for loss in record.steps["heldout_loss"]]
     axes.plot(seconds, heldout, linestyle="none", marker=marker, markerfacecolor="white", color=colour, zorder=3)
-    axes.set_ylim(top=min(9.5, float(np.nanmax(losses))))
+  axes.set_ylim(top=min(9.5, max(float(np.nanmax(record.losses)) for record in timed)))
   model = timed[0].summary["config"]["model"]
   shape = f"{model['num_layers']} layers, {model['d_model']:,} wide, p = {model['power']}"
   axes.set_title(f"{shape}, {timed[0].trained_at:,} tokens of context, {timed[0].summary['device']}", fontsize=10)

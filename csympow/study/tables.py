@@ -96,11 +96,13 @@ def gain(study: StudyConfig, kept: Sequence[Record]) -> str:
   for power, trained in evaluated_cells(study, kept):
     found = {variant: of_grid(kept, power, trained, variant) for variant in study.variants}
     longest = max(max(measured(record, "window"), default=0) for record in found.values())
-    spans = [_NEAR, (_NEAR[1], trained)]
+    spans = [(few, many) for few, many in (_NEAR, (_NEAR[1], trained)) if few < many <= longest]
     rows = []
     for variant, record in found.items():
       curve, past = measured(record, "window"), measured(record, "gain").get(trained)
-      near = ["-" if few not in curve else _signed(curve[few].mean - curve[many].mean) for few, many in spans]
+      near = [
+        _signed(curve[few].mean - curve[many].mean) if few in curve and many in curve else "-" for few, many in spans
+      ]
       rows.append([variant, *near, _mean(past, sign=True)])
     told = [f"{many:,} tokens instead of {few:,}" for few, many in [*spans, (trained, longest)]]
     parts.append(_markdown([f"p={power}, trained at {trained:,}", *told], rows))

@@ -2,9 +2,9 @@
 
 x_i    = R(angle_i) scale_i given_i         rounded to float16
 copy_i = factor_i x_i                       in a type of its own, by token or time last
-scale_i                                     given, or the power of two that makes the largest coordinate 1/2 to 1
+scale_i                                     given, or a power of two by which the largest coordinate is below 1
 
-warpgroups 0, 1   64 tokens each, a few coordinates after another
+grid              64 tokens of one head a block, of one warpgroup: a few coordinates after another
 """
 
 import functools
@@ -55,9 +55,9 @@ def copies(
 ) -> list[Array]:
   """Copies of a 16-bit x, B T H d or, time last, B H d T. Several of its heads may share those of the angles.
 
-  With `room` each vector is divided by a power of two, so that its largest coordinate is below 2 ** -room; the
-  exponents, B H T, come after the copies. Nothing is made before there is `after`, so that it takes no memory until
-  then.
+  With `room` each vector is divided by a power of two, at most 2 ** MOST, so that its largest coordinate is below
+  2 ** -room; the exponents, B H T, come after the copies. Nothing is made before there is `after`, so that it takes no
+  memory until then.
   """
   batch, time, heads, head_dim = x.shape
   group = 1 if angles is None else heads // angles.since.shape[1]
@@ -115,7 +115,7 @@ def copies(
 
     lax.fori_loop(0, jnp.int32(parts), work, None)
     plgpu.commit_smem()
-    for copy, smem, out in zip(wanted, out_smem, outputs, strict=False):
+    for copy, smem, out in zip(wanted, out_smem, outputs[: len(wanted)], strict=True):
       for part in range(parts):
         to = out.at[b, head, columns(part), at] if copy.time_last else tile.part(out, part)
         plgpu.copy_smem_to_gmem(smem.at[part], to)
