@@ -95,6 +95,16 @@ def test_a_run_counts_as_done_only_with_its_evaluation_and_as_it_is_now(tmp_path
     done(tmp_path, other)
 
 
+def test_a_run_of_less_time_is_another_run_and_all_its_calls_count(tmp_path, tiny):
+  (run, *_) = plan.grid(tiny, CHOICE)
+  timed = dataclasses.replace(run, evaluated=False, seconds=0.5)
+  keep(tmp_path, timed, [3.0] * timed.config.steps, step_s=1.0 / timed.config.steps)
+  assert done(tmp_path, timed) is not None
+  with pytest.raises(ConfigError, match=r"seconds of training is 1 there, 9.0 here"):
+    done(tmp_path, dataclasses.replace(timed, seconds=9.0))
+  assert [records.seconds_in_all(tmp_path, seconds) for seconds in (3.0, 4.5)] == [3.0, 7.5]
+
+
 def test_what_is_trained_is_kept_before_it_is_evaluated_and_until_another_is_trained(tmp_path, tiny, capsys):
   run = plan.grid(tiny, CHOICE)[0]
   plan.write_choice(tmp_path, CHOICE)

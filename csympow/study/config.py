@@ -40,7 +40,7 @@ class StudyConfig:
   )
   evaluated: tuple[Cell, ...] = ((2, 4096), (4, 16_384))
   variants: tuple[str, ...] = VARIANTS
-  tokens: int = 2**25
+  tokens: int = 384 * 65_536
   max_context: int = 65_536
   documents: int = 16
   sweep: Cell = (2, 4096)
@@ -49,7 +49,7 @@ class StudyConfig:
   offsets: tuple[float, ...] = (0.0, 6.906768)
   clock: tuple[str, ...] = ("large_65536",)
   clock_variants: tuple[str, ...] = ("conformal", "softmax")
-  clock_seconds: float = 150.0
+  clock_seconds: float = 100.0
   speed: tuple[str, ...] = ("million_1048576", "million_4096")
 
   def __post_init__(self) -> None:

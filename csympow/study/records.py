@@ -67,6 +67,11 @@ class Record(NamedTuple):
     return int(self.summary["config"]["context"])
 
   @property
+  def stepping(self) -> float:
+    """Seconds that its steps took."""
+    return sum(time for time in self.steps["step_s"] if time is not None)
+
+  @property
   def rate(self) -> float:
     """Its learning rate."""
     return float(self.summary["config"]["optimizer"]["learning_rate"])
@@ -123,6 +128,16 @@ def training_seconds(workdir: Path) -> float:
   records = _metrics(workdir)
   gaps = zip(records, [0, *(record["step"] for record in records)], strict=False)
   return float(sum(record["step_s"] * (record["step"] - before) for record, before in gaps))
+
+
+def seconds_in_all(workdir: Path, seconds: float) -> float:
+  """How long a run has taken in all calls, the last of which took so long."""
+  path = workdir / "study_seconds.txt"
+  if path.exists():
+    seconds += float(path.read_text())
+  if workdir.exists():
+    replace_file(path, f"{seconds:.1f}\n".encode())
+  return seconds
 
 
 def save(out: Path, name: str, workdir: Path, evaluation: Path | None, told: dict[str, Any]) -> Record:

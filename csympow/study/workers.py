@@ -92,7 +92,7 @@ class Workers:
     command = ["train.py", f"--config={run.file}", f"--workdir={workdir}"]
     command += [f"--config.{name}={value}" for name, value in changes.items()]
     code = self._process(run, command, run.seconds)
-    took = time.monotonic() - began
+    took = records.seconds_in_all(workdir, time.monotonic() - began)
     if code == EXIT_STOPPED and run.seconds is not None and records.training_seconds(workdir) >= run.seconds:
       code = EXIT_DONE
     outcome = self._outcome(run, code)
@@ -209,6 +209,8 @@ def kept(out: Path, run: Run) -> Record | None:
   differing = differences(ours, theirs)
   if run.seconds is None and ours["steps"] != theirs["steps"]:
     differing["steps"] = (ours["steps"], theirs["steps"])
+  if run.seconds is not None and not record.diverged and record.stepping < run.seconds:
+    differing["seconds of training"] = (run.seconds, round(record.stepping))
   if differing:
     told = "; ".join(f"{name} is {there!r} there, {here!r} here" for name, (here, there) in sorted(differing.items()))
     raise ConfigError(f"--out={out} holds another {run.name}: {told}. Give another --out, or remove its files")
@@ -252,11 +254,10 @@ def _scaled(record: Record, run: Run) -> float:
 
   A longer context takes longer, by less than in proportion: attention is a part of the step.
   """
-  stepping = sum(time for time in record.steps["step_s"] if time is not None)
   config = record.summary["config"]
   longer = max(1.0, math.sqrt(run.config.context / record.trained_at))
   share = longer * run.tokens / (int(config["steps"]) * int(config["batch_tokens"]))
-  return float(record.summary["train_seconds"]) + stepping * (share - 1)
+  return float(record.summary["train_seconds"]) + record.stepping * (share - 1)
 
 
 def _evaluating(found: Sequence[Record]) -> float:
