@@ -65,13 +65,15 @@ def _running(x: Float[Array, "B H n"], more: Float[Array, "B H n"] | None = None
     part, rest, unit = _on_grid(rest, size, unit)
     parts.append(part)
   parts.append(rest if more is None else rest + _blocks(more, size))  # all sums but this one's are exact
+  if wrong is not None:
+    parts.append(_blocks(wrong.astype(jnp.float32), size))
   adds = jnp.tri(blocks.shape[-1], dtype=jnp.float32).T
   first, *others = (jnp.matmul(part, adds, precision="highest") for part in parts)
+  until = others.pop() if wrong is not None else None
   total = Total(first, jnp.zeros_like(first))
   for other in others:
     total = add(total, Total(other, jnp.zeros_like(other)))
-  if wrong is not None:
-    until = jnp.matmul(_blocks(wrong.astype(jnp.float32), size), adds)
+  if until is not None:
     total = total._replace(hi=jnp.where(until > 0, jnp.nan, total.hi))
   if blocks.shape[2] > 1:
     total = add(_before(_running(total.hi[..., -1], total.lo[..., -1])), total)
