@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 
 from csympow.features import feature_dim
-from kernels_pallas.gpu.tiles import FRAME, STATE_WIDTH, TILE
+from kernels_pallas.gpu.tiles import STATE_TOKENS, STATE_WIDTH, TILE
 from kernels_pallas.tpu.pairs import block_size
 from kernels_pallas.tpu.shifts import LANES, largest_chunk
 
@@ -160,7 +160,7 @@ def _attention(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
 def _attention_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   del chunk_size  # blocks have a size of their own
   rest = (_KERNEL_FLOPS, _KERNEL_WITH_BACKWARD["attention"])
-  return _attention_by_kernels(shape, device, _round_up(shape.time, FRAME), TILE, *rest)
+  return _attention_by_kernels(shape, device, _round_up(shape.time, TILE), TILE, *rest)
 
 
 def _attention_on_tpu(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
@@ -185,7 +185,7 @@ def _attention_by_kernels(
 
 def _chunked_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   """P = 2. States are products of all pairs of coordinates of heads of STATE_WIDTH."""
-  chunk = min(chunk_size or _KERNEL_CHUNK, _round_up(shape.time, FRAME))
+  chunk = min(chunk_size or _KERNEL_CHUNK, _round_up(shape.time, STATE_TOKENS))
   length, products = _round_up(shape.time, chunk), STATE_WIDTH**2
   shape = dataclasses.replace(shape, head_dim=STATE_WIDTH, value_dim=STATE_WIDTH)
   inside, _, _ = _scores(shape, chunk, TILE)

@@ -15,7 +15,7 @@ from csympow.forms import near
 from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
 from kernels_pallas.gpu import state_write
-from kernels_pallas.gpu.tiles import FRAME, TILE
+from kernels_pallas.gpu.tiles import STATE_TOKENS, TILE
 from tests import comparing
 from tests.comparing import Case, assert_results_close, cotangents, inputs
 
@@ -133,7 +133,7 @@ def test_the_fastest_implementation_is_taken_by_itself():
 def attend(case, interpret=None, chunk=None):
   """The op as `implementation="pallas"` runs it, wherever this is traced; the chunked form if `chunk` is given."""
   form = "attention" if chunk is None else "chunked"
-  settings = Settings(case.power, chunk or -(-case.T // FRAME) * FRAME, TILE, 64, "high", interpret=interpret)
+  settings = Settings(case.power, chunk or -(-case.T // TILE) * TILE, TILE, 64, "high", interpret=interpret)
   return comparing.by_kernels(case, form, settings)
 
 
@@ -199,8 +199,8 @@ def test_rates_get_their_gradient(chunk):
 
 
 def test_heads_without_keys_and_keys_that_are_no_numbers_do_not_set_the_scale():
-  k = jnp.ones((1, FRAME, 3, 32)).at[:, :, 1].set(0.0).at[:, 7, 2].set(jnp.nan)
-  G = prefix_sum(jnp.zeros((1, FRAME, 3)))
+  k = jnp.ones((1, TILE, 3, 32)).at[:, :, 1].set(0.0).at[:, 7, 2].set(jnp.nan)
+  G = prefix_sum(jnp.zeros((1, TILE, 3)))
   np.testing.assert_array_equal(near.exponents(near.Tokens(k[:, :, :, None], k, k, G.hi, None)).top, [[1, 0, 1]])
 
 
@@ -270,7 +270,7 @@ def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [slow(None), FRAME])
+@pytest.mark.parametrize("chunk", [slow(None), STATE_TOKENS])
 @pytest.mark.parametrize("entry", ["attention", slow("continued")])
 def test_kernels_lower_inside_shard_map(chunk, entry):
   case = Case(T=256, B=2, H=1, d=64, dv=64, dtype="bfloat16", entry=entry)
@@ -285,7 +285,7 @@ def test_kernels_lower_inside_shard_map(chunk, entry):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [None, FRAME])
+@pytest.mark.parametrize("chunk", [None, STATE_TOKENS])
 def test_kernels_lower_under_vmap(chunk):
   case = Case(T=256, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
   x, rest = inputs(case)

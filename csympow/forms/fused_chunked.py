@@ -79,7 +79,7 @@ def attend(
   dtype: DTypeLike,
   return_memory: bool,
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
-  """`chunked.attend` with y in `dtype`. Chunks are whole frames, d and dv at most 64."""
+  """`chunked.attend` with y in `dtype`. Chunks are whole `STATE_TOKENS`, d and dv at most 64."""
   assert settings.power == 2
   head_dim, value_dim = x.k.shape[-1], x.v.shape[-1]
   q, k, v = (_widened(a, STATE_WIDTH) for a in x[:3])

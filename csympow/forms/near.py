@@ -17,7 +17,7 @@ from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients
 from kernels_pallas.gpu.copies import LEAST, MOST, Copy, copies
-from kernels_pallas.gpu.tiles import FRAME
+from kernels_pallas.gpu.tiles import TILE
 from kernels_pallas.weights import LOG2E, SMALLEST
 
 FLOAT16, BFLOAT16 = (5, 10), (8, 7)  # bits of exponent and mantissa
@@ -82,7 +82,7 @@ class Exponents(NamedTuple):
 
 
 def operands(x: Tokens, G: Total, settings: Settings) -> Operands:
-  """Operands of attention inside chunks of whole frames."""
+  """Operands of attention inside chunks of whole tiles."""
   return operands_and_copies(x, G, exponents(x), (), (), settings)[0]
 
 
@@ -94,13 +94,13 @@ def operands_and_copies(
   batch, time, heads, head_dim = x.k.shape
   log_scale = (power * (exponents.k - exponents.top[:, None])).astype(jnp.float32)
 
-  def frames(x: Float[Array, "B T H"]) -> Float[Array, "B n t H"]:
-    return x.reshape(batch, -1, FRAME, heads)
+  def tiles(x: Float[Array, "B T H"]) -> Float[Array, "B n t H"]:
+    return x.reshape(batch, -1, TILE, heads)
 
-  G, before, end = spans(G, FRAME)
+  G, before, end = spans(G, TILE)
   since_start, until_end = (G - before) * LOG2E, (end - G) * LOG2E
-  fold = by_head(jnp.exp2((until_end + frames(log_scale)) / power))
-  first, last = _visible(before, end, settings.chunk // FRAME)
+  fold = by_head(jnp.exp2((until_end + tiles(log_scale)) / power))
+  first, last = _visible(before, end, settings.chunk // TILE)
 
   turned = angles(x.rotation)
   of_q, of_k = [Copy(jnp.float16), *of_q], [Copy(jnp.float16), Copy(jnp.float16, fold), *of_k]
@@ -153,13 +153,13 @@ def _room(rotation: Rotation | None) -> int:
 
 
 def _visible(before: Total, end: Total, in_chunk: int) -> tuple[Int[Array, "B n H"], Int[Array, "B n H"]]:
-  """Of each frame: the earliest of its chunk's frames that it can see, and the latest that can see it."""
+  """Of each tile: the earliest of its chunk's tiles that it can see, and the latest that can see it."""
   batch, count, _, heads = end.hi.shape
 
   def by_chunk(total: Total) -> Total:
     return Total(*(x.reshape(batch, -1, in_chunk, 1, heads) for x in total))
 
-  # Between the end of one frame and the start of a later one: B chunk, query frame, key frame, H.
+  # Between the end of one tile and the start of a later one: B chunk, query tile, key tile, H.
   keys = Total(*(jnp.swapaxes(x, 2, 3) for x in by_chunk(end)))
   invisible = ((by_chunk(before) - keys) * LOG2E < _INVISIBLE) & jnp.tri(in_chunk, k=-1, dtype=bool)[:, :, None]
   start = in_chunk * jnp.arange(count // in_chunk, dtype=jnp.int32)[:, None, None]
@@ -211,12 +211,13 @@ def backward(
 ) -> attention_backward.Gradients:
   """By pairs inside chunks; p times those of `q` and `k` are cotangents of scaled and rotated queries and keys."""
   group = x.q_exponent.shape[-1]
+  gate = jnp.repeat(x.keys.gate, group, axis=1)
   rows = attention_backward.Rows(
     q=x.q,
     rounded=rounded(x.q, BFLOAT16).astype(jnp.bfloat16) if rounded_q is None else rounded_q,
     dy=given.dy,
-    inverse=given.inverse,
-    discounted=given.inverse * jnp.exp2(jnp.repeat(x.keys.gate, group, axis=1)),
+    exponent=gate + jnp.log2(given.inverse),
+    discounted=given.inverse * jnp.exp2(gate),
     delta=given.delta,
   )
   return attention_backward.backward(rows, x.keys, x.ends, x.v, power=power, interpret=interpret)

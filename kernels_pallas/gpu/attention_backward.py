@@ -28,7 +28,6 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from kernels_pallas.gpu.attention_forward import Keys
 from kernels_pallas.gpu.tiles import (
-  FRAME,
   ROWS,
   TILE,
   WGMMA,
@@ -51,17 +50,17 @@ class Rows(NamedTuple):
   q: Float16[Array, "B T Hq d"]
   rounded: BFloat16[Array, "B T Hq d"]  # the same queries, as the products with dS take them
   dy: BFloat16[Array, "B T Hq dv"]
-  inverse: Float[Array, "B Hq T"]  # 1 / normaliser
-  discounted: Float[Array, "B Hq T"]  # the same, times the discount since the frame began
+  exponent: Float[Array, "B Hq T"]  # of the next, to base 2
+  discounted: Float[Array, "B Hq T"]  # 1 / normaliser, times the discount since the tile began
   delta: Float[Array, "B Hq T"]  # dy . y
 
 
 class Ends(NamedTuple):
-  """Frames as the backward pass sees them."""
+  """Tiles as the backward pass sees them."""
 
   fold: Float[Array, "B H T"]  # what keys were multiplied by to be folded
-  total: Float[Array, "2 B H frames"]  # of the log gates at each frame's end, high and low
-  last: Int[Array, "B H frames"]  # the latest frame whose queries still see a frame's keys
+  total: Float[Array, "2 B H tiles"]  # of the log gates at each tile's end, high and low
+  last: Int[Array, "B H tiles"]  # the latest tile whose queries still see a tile's keys
 
 
 class Gradients(NamedTuple):
@@ -105,43 +104,38 @@ def _backward(
   k_wide, v_wide = min(head_dim, 64), min(value_dim, 64)
   wide = head_dim + value_dim > 128
   slots = 2 if wide else 4  # of queries, by units
+  folded = 0 if wide else 1  # the place of folded keys: that of plain ones, or the next
   ours = pl.ds(part * 64, k_wide), pl.ds(part * 64, v_wide)
 
   def kernel(
-    q_ref, rounded_ref, dy_ref, inverse_ref, discounted_ref, delta_ref,
-    folded_ref, k_ref, gate_ref, pull_ref, fold_ref, total_ref, last_ref, v_ref,
+    q_ref, rounded_ref, dy_ref, exponent_ref, discounted_ref, delta_ref,
+    folded_ref, k_ref, pull_ref, fold_ref, total_ref, last_ref, v_ref,
     *more,
   ):  # fmt: skip
     dq_ref, dk_ref, dv_ref, *scratch = more
-    k_smem, rounded_k_smem, v_smem, q_smem, rounded_q_smem, dy_smem, discounted_smem, delta_smem, *scratch = scratch
-    (ds_smem, dv_smem), dq_smem, *barriers = scratch  # dq_smem is dk's, too, in the end
-    k_filled, k_freed, q_filled, q_freed, ds_filled, ds_freed, dq_filled, dq_freed, *staging = barriers
+    k_smem, rounded_k_smem, v_smem, *scratch = scratch
+    q_smem, rounded_q_smem, dy_smem, scale_smem, delta_smem, (ds_smem, dv_smem), dq_smem, *barriers = scratch
+    k_filled, k_freed, folded_filled, *barriers = barriers
+    q_filled, q_freed, ds_filled, ds_freed, dq_filled, dq_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, n = place_in_grid(item, batch * heads, tiles)
     b, kv = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
-    frame = lax.div(n * TILE, jnp.int32(FRAME))
-    in_frame = FRAME // TILE
-    near_end = (frame + 1) * in_frame  # tiles of queries: n .. near_end in the frame, then up to far_end
-    far_end = jnp.minimum(tiles, (last_ref[b, kv, frame] + 1) * in_frame)
-    near, far = group * (near_end - n), group * (far_end - near_end)  # over all heads of the group
+    far_end = last_ref[b, kv, n] + 1
+    far = far_end - n - 1  # tiles of queries of each head, after the keys' own
     turns: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, query_heads, tiles))) if ordered else None
 
-    def place(number):
-      """(the query head, the tile of queries) by number: first those in the frame, of each head, then the others."""
+    def visit_near(visit, carry=None):
+      """Visits the keys' own tile of queries, of each head: a visit has a number, a query head and a tile."""
+      return lax.fori_loop(0, group, lambda g, carry: visit(g, kv * group + g, n, carry), carry)
 
-      def within(number, start, stop):
-        count = jnp.maximum(stop - start, 1)
-        return kv * group + lax.div(number, count), start + lax.rem(number, count)
+    def visit_far(visit, carry=None):
+      """Visits all later tiles of queries that see the keys, of each head."""
 
-      in_near, in_far = within(number, n, near_end), within(number - near, near_end, far_end)
-      return tuple(jnp.where(number < near, a, b) for a, b in zip(in_near, in_far, strict=True))
+      def of_head(g, carry):
+        number, head = group + g * far - n - 1, kv * group + g
+        return lax.fori_loop(n + 1, far_end, lambda m, carry: visit(number + m, head, m, carry), carry)
 
-    def visit_tiles(start, stop, visit):
-      def step(number, none):
-        visit(number, *place(number))
-        return none
-
-      lax.fori_loop(start, stop, step, None)
+      return of_head(0, carry) if group == 1 else lax.fori_loop(0, group, of_head, carry)
 
     @pl.when(thread < 2)
     def compute():
@@ -161,21 +155,22 @@ def _backward(
       def free(visited):
         plgpu.barrier_arrive(q_freed.at[lax.rem(visited, jnp.int32(slots))])
 
-      def visit(fetch, weigh, dk, dv):
-        def visit_tile(number, head, m):
+      def visit(keys, fetch, weigh, dk, dv):
+        def visit_tile(number, head, m, none):
+          fetched = fetch(m)  # from afar, while queries come and products are under way
           for unit in range(_UNITS):
-            slot, start = lax.rem(number * _UNITS + unit, jnp.int32(slots)), m * TILE + unit * ROWS
-            fetched = fetch(head, m)  # from afar, while queries come and products are under way
+            slot = lax.rem(number * _UNITS + unit, jnp.int32(slots))
             plgpu.barrier_wait(q_filled.at[slot])
 
             def products(s, dp, slot=slot):
-              plgpu.wgmma(s, k_smem.at[thread], q_smem.at[slot].transpose((1, 0)))
+              plgpu.wgmma(s, k_smem.at[keys, thread], q_smem.at[slot].transpose((1, 0)))
               plgpu.wgmma(dp, v_smem.at[thread], dy_smem.at[slot].transpose((1, 0)))
               return s[...], dp[...]
 
             square = plgpu.ACC((ROWS, ROWS), f32)
             s, dp = pl.run_scoped(products, square, square)
-            scale, fold = weigh(fetched, slot, start, s.shape)
+            given = plgpu.load(scale_smem.at[slot], layout=WGMMA.reduce(0))
+            scale, fold = weigh(fetched, given, unit, s.shape)
             slopes = slope(s, scale, power)
             weights = (slopes * s).astype(half)
             ds = slopes * (dp - across(plgpu.load(delta_smem.at[slot], layout=WGMMA.reduce(0)), s.shape))
@@ -204,42 +199,36 @@ def _backward(
           dq_smem[thread] = dq
           plgpu.commit_smem()
           plgpu.barrier_arrive(dq_filled)
+          return none
 
         return visit_tile
 
       here = pl.ds(token, ROWS)
       pull = plgpu.load(pull_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
       fold = plgpu.load(fold_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
-      end = [total_ref[piece, b, kv, frame] for piece in range(2)]
+      end = [total_ref[piece, b, kv, n] for piece in range(2)]
       plgpu.barrier_wait(k_filled)
-      mine = plgpu.load(k_smem.at[thread, :, ours[0]], layout=WGMMA, optimized=False)
+      mine = plgpu.load(k_smem.at[0, thread, :, ours[0]], layout=WGMMA, optimized=False)
       rounded_k_smem[thread] = mine.astype(half)
       plgpu.commit_smem()
 
-      def near_fetch(head, m):
-        return head  # registers are short: what near tiles need comes when it is needed
+      def near_weigh(fetched, exponent, unit, shape):
+        seen = index(shape, 0, thread * ROWS) <= index(shape, 1, unit * ROWS)
+        return jnp.exp2(jnp.where(seen, across(exponent, shape) - down(pull, shape), -jnp.inf)), None
 
-      def near_weigh(head, slot, start, shape):
-        at = pl.ds(start, ROWS)
-        gate = plgpu.load(gate_ref.at[b, kv, at], layout=WGMMA.reduce(0), optimized=False)
-        inverse = plgpu.load(inverse_ref.at[b, head, at], layout=WGMMA.reduce(0), optimized=False)
-        seen = index(shape, 0, token) <= index(shape, 1, start)
-        exponent = jnp.where(seen, across(gate, shape) - down(pull, shape), -jnp.inf)
-        return jnp.exp2(exponent) * across(inverse, shape), None
+      def far_fetch(m):
+        return [total_ref[piece, b, kv, m - 1] for piece in range(2)]
 
-      def far_fetch(head, m):
-        return [total_ref[piece, b, kv, lax.div(m, jnp.int32(in_frame)) - 1] for piece in range(2)]
-
-      def far_weigh(before, slot, start, shape):
+      def far_weigh(before, discounted, unit, shape):
         discount = jnp.exp2(((before[0] - end[0]) + (before[1] - end[1])) * LOG2E)
-        scale = plgpu.load(discounted_smem.at[slot], layout=WGMMA.reduce(0)) * discount
-        return across(scale, shape), down(fold, shape)
+        return across(discounted * discount, shape), down(fold, shape)
 
       def gradients(dk, dv):
-        visit_tiles(0, near, visit(near_fetch, near_weigh, dk, dv))
-        plgpu.barrier_arrive(k_freed)
-        plgpu.barrier_wait(k_filled)
-        visit_tiles(near, near + far, visit(far_fetch, far_weigh, dk, dv))
+        visit_near(visit(0, lambda m: None, near_weigh, dk, dv))
+        if wide:
+          plgpu.barrier_arrive(k_freed)
+        plgpu.barrier_wait(folded_filled)
+        visit_far(visit(folded, far_fetch, far_weigh, dk, dv))
         return dk[...], dv[...]
 
       accumulators = plgpu.ACC((ROWS, k_wide), f32), plgpu.ACC((ROWS, v_wide), f32)
@@ -258,48 +247,53 @@ def _backward(
     def load():
       plgpu.set_max_registers(40, action="decrease")
 
-      def load_keys(keys_ref):
+      def load_keys(source, target, filled):
         for w in range(2):
-          at = pl.ds(n * TILE + w * ROWS, ROWS)
-          plgpu.copy_gmem_to_smem(keys_ref.at[b, at, kv], k_smem.at[w], k_filled)
-          plgpu.copy_gmem_to_smem(v_ref.at[b, at, kv], v_smem.at[w], k_filled)
+          plgpu.copy_gmem_to_smem(source.at[b, pl.ds(n * TILE + w * ROWS, ROWS), kv], target.at[w], filled)
 
-      def load_queries(number, head, m):
-        for unit in range(_UNITS):
-          visited = number * _UNITS + unit
-          slot, at = lax.rem(visited, jnp.int32(slots)), pl.ds(m * TILE + unit * ROWS, ROWS)
-          wait_if(visited >= slots, q_freed.at[slot])
-          for source, target in (
-            (q_ref.at[b, at, head], q_smem),
-            (rounded_ref.at[b, at, head, ours[0]], rounded_q_smem),
-            (dy_ref.at[b, at, head], dy_smem),
-            (discounted_ref.at[b, head, at], discounted_smem),
-            (delta_ref.at[b, head, at], delta_smem),
-          ):
-            plgpu.copy_gmem_to_smem(source, target.at[slot], q_filled.at[slot])
+      def load_queries(scale_ref):
+        def load_tile(number, head, m, none):
+          for unit in range(_UNITS):
+            visited = number * _UNITS + unit
+            slot, at = lax.rem(visited, jnp.int32(slots)), pl.ds(m * TILE + unit * ROWS, ROWS)
+            wait_if(visited >= slots, q_freed.at[slot])
+            for source, target in (
+              (q_ref.at[b, at, head], q_smem),
+              (dy_ref.at[b, at, head], dy_smem),
+              (scale_ref.at[b, head, at], scale_smem),
+              (delta_ref.at[b, head, at], delta_smem),
+              (rounded_ref.at[b, at, head, ours[0]], rounded_q_smem),
+            ):
+              plgpu.copy_gmem_to_smem(source, target.at[slot], q_filled.at[slot])
+          return none
 
-      load_keys(k_ref)
-      visit_tiles(0, near, load_queries)
-      plgpu.barrier_wait(k_freed)
-      load_keys(folded_ref)
-      visit_tiles(near, near + far, load_queries)
+        return load_tile
+
+      load_keys(k_ref, k_smem.at[0], k_filled)
+      load_keys(v_ref, v_smem, k_filled)
+      if not wide:
+        load_keys(folded_ref, k_smem.at[folded], folded_filled)
+      visit_near(load_queries(exponent_ref))
+      if wide:
+        plgpu.barrier_wait(k_freed)
+        load_keys(folded_ref, k_smem.at[folded], folded_filled)
+      visit_far(load_queries(discounted_ref))
 
       def settle(visited, none):  # leave no arrival unseen
         plgpu.barrier_wait(q_freed.at[lax.rem(visited, jnp.int32(slots))])
         return none
 
-      visits = (near + far) * _UNITS
+      visits = group * (1 + far) * _UNITS
       lax.fori_loop(jnp.maximum(visits - slots, 0), visits, settle, None)
 
     @pl.when(thread == 3)
     def add():
       plgpu.set_max_registers(40, action="decrease")
 
-      def pass_on(number):
-        head, m = place(number)
+      def pass_on(head, m):
         plgpu.semaphore_signal(turns.at[b, head, m], 1, memory_scope="gpu")
 
-      def add_tile(number, head, m):
+      def add_tile(number, head, m, last):
         plgpu.barrier_wait(dq_filled)
         if ordered:
           plgpu.semaphore_wait(turns.at[b, head, m], m - n, decrement=False, memory_scope="gpu")
@@ -322,20 +316,21 @@ def _backward(
           @pl.when(number > 0)
           def _():
             plgpu.wait_smem_to_gmem(_UNITS)
-            pass_on(number - 1)
+            pass_on(*last)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(dq_freed)
+        return head, m
 
-      visit_tiles(0, near + far, add_tile)
+      last = visit_far(add_tile, visit_near(add_tile, (kv * group, n)))
       plgpu.wait_smem_to_gmem(0)
       if ordered:
-        pass_on(near + far - 1)
+        pass_on(*last)
 
   # The interpreter takes memory that is used twice for one thing, and would see races in it.
   one_after_another = plgpu.RefUnion if interpret is None else lambda *refs: refs
   scratch = [
-    shared((2, ROWS, head_dim), rows.q.dtype),
+    shared((1 + folded, 2, ROWS, head_dim), rows.q.dtype),
     shared((2, ROWS, k_wide), half),
     shared((2, ROWS, value_dim), half),
     shared((slots, ROWS, head_dim), rows.q.dtype),
@@ -346,6 +341,7 @@ def _backward(
     one_after_another(shared((_UNITS, 2, ROWS, ROWS), half, k_wide), shared((2, ROWS, v_wide), half)),
     shared((_UNITS, ROWS, k_wide), f32),
     plgpu.Barrier(num_arrivals=4),
+    plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=5, num_barriers=slots),
     plgpu.Barrier(num_arrivals=2, num_barriers=slots),
@@ -360,7 +356,7 @@ def _backward(
     jax.ShapeDtypeStruct((batch, time, heads, k_wide), f32),
     jax.ShapeDtypeStruct((batch, time, heads, v_wide), half),
   ]
-  operands = (*rows, *keys[:4], *ends, v)
+  operands = (*rows, keys.folded, keys.plain, keys.pull, *ends, v)
   # Out of order each tile of keys leaves its own dq.
   parts = None if ordered else jax.new_ref(jnp.zeros((tiles, *dq_shape), f32))
   results = plgpu.kernel(

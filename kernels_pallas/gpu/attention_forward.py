@@ -2,9 +2,9 @@
 
     y_i = sum_j B_ij v_j / sum_j B_ij          B_ij = b_ij (q_i . k_j) ** p
 
-Time is cut into frames. Keys of earlier frames come discounted to their frame's end (b folded into the key, whose p-th
+Time is cut into tiles. Keys of earlier tiles come discounted to their tile's end (b folded into the key, whose p-th
 power carries it), so a block of their weights is one matrix product and p/2 multiplications an element; the sums so far
-are multiplied by one number, the frame's decay, when the next frame begins. Only inside the query's own frame are gates
+are multiplied by one number, the tile's decay, when the next one begins. Only inside the query's own tile are gates
 exponentials of pairs.
 
     warpgroups 0, 1   64 queries each; the scores of the next block are computed while those of this one are raised
@@ -26,7 +26,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from kernels_pallas.gpu.tiles import (
-  FRAME,
   ROWS,
   TILE,
   WGMMA,
@@ -34,6 +33,7 @@ from kernels_pallas.gpu.tiles import (
   down,
   index,
   place_in_grid,
+  rounded,
   shared,
   varying_as,
   wait_if,
@@ -42,14 +42,14 @@ from kernels_pallas.weights import SMALLEST, even_power
 
 
 class Keys(NamedTuple):
-  """Keys and gates as the kernels read them. Gates are logarithms to base 2, counted from the start of a frame."""
+  """Keys and gates as the kernels read them. Gates are logarithms to base 2, counted from the start of a tile."""
 
-  folded: Float16[Array, "B T H d"]  # discounted to the end of their frame
+  folded: Float16[Array, "B T H d"]  # discounted to the end of their tile
   plain: Float16[Array, "B T H d"]
-  gate: Float[Array, "B H T"]  # of a query: the discount since its frame began
+  gate: Float[Array, "B H T"]  # of a query: the discount since its tile began
   pull: Float[Array, "B H T"]  # of a key: the same, less the logarithm of its scale
-  decay: Float[Array, "B H frames"]  # the discount across each frame
-  first: Int[Array, "B H frames"]  # the earliest frame that a frame's queries can still see
+  decay: Float[Array, "B H tiles"]  # the discount across each tile
+  first: Int[Array, "B H tiles"]  # the earliest tile that a tile's queries can still see
 
 
 class Carried(NamedTuple):
@@ -83,28 +83,27 @@ def forward(
   save_low: bool,
   interpret: Any = None,
 ) -> Outputs:
-  """Attention over whole frames of tokens, and what is carried; y in `dtype`."""
+  """Attention over whole tiles of tokens, and what is carried; y in `dtype`."""
   batch, time, query_heads, head_dim = q.shape
   heads, value_dim = v.shape[2:]
   group, columns = query_heads // heads, block_of_keys(value_dim)
   slots = 4 if head_dim + value_dim <= 128 else 3  # of keys and values
-  blocks, tiles = FRAME // columns, time // TILE
+  blocks, tiles = TILE // columns, time // TILE
 
   def kernel(q_ref, folded_ref, k_ref, v_ref, gate_ref, pull_ref, decay_ref, first_ref, *more):
     carried_refs, more = (None, more) if carried is None else (more[:2], more[2:])
     (y_ref, low_ref, normaliser_ref), scratch = (
       (more[:3], more[3:]) if save_low else ((more[0], None, more[1]), more[2:])
     )
-    q_smem, k_smem, v_smem, y_smem, low_smem, normaliser_smem, carried_smem, gate_smem, *barriers = scratch
+    q_smem, k_smem, v_smem, y_smem, low_smem, normaliser_smem, carried_smem, gate_smem, pull_smem, *barriers = scratch
     q_filled, carried_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, n = place_in_grid(item, batch * query_heads, tiles)
     b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
     kv, first_token = lax.div(head, jnp.int32(group)), n * TILE
-    frame = lax.div(first_token, jnp.int32(FRAME))
-    # Blocks of keys: from `start`, from `near` on in the queries' own frame.
-    start, near = first_ref[b, kv, frame] * blocks, frame * blocks
-    stop = lax.div(first_token + TILE, jnp.int32(columns))
+    first = first_ref[b, kv, n]
+    # Blocks of keys: from `start`, from `near` on in the queries' own tile.
+    start, near, stop = first * blocks, n * blocks, (n + 1) * blocks
 
     def slot_of(j):
       return lax.rem(j - start, jnp.int32(slots))
@@ -134,14 +133,14 @@ def forward(
         plgpu.barrier_arrive(k_freed.at[slot_of(j)])
         return s
 
-      def far_frame(f, carry):
+      def far_tile(m, carry):
         s, total, normaliser = carry
-        decay = decay_ref[b, kv, f]
+        decay = decay_ref[b, kv, m]
 
         def far_blocks(sums):
           now, summed = s, nothing
-          for n in range(blocks):
-            j = f * blocks + n
+          for block in range(blocks):
+            j = m * blocks + block
             plgpu.barrier_wait(k_filled.at[slot_of(j + 1)])
 
             def overlapped(following, j=j, now=now, summed=summed):
@@ -162,8 +161,8 @@ def forward(
 
       total = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), WGMMA)
       normaliser = nothing = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
-      far = (lax.div(start, jnp.int32(blocks)), lax.div(near, jnp.int32(blocks)))
-      s, total, normaliser = lax.fori_loop(*far, far_frame, (scores(start), total, normaliser))
+      carry = scores(start), total, normaliser
+      s, total, normaliser = lax.fori_loop(0, n - first, lambda i, carry: far_tile(first + i, carry), carry)
 
       rows = pl.ds(token, ROWS)
       gate = plgpu.load(gate_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
@@ -171,22 +170,23 @@ def forward(
       total, normaliser = total * down(since_start, total.shape), normaliser * since_start
 
       def near_blocks(sums):
-        def add(j, s, normaliser):
-          keys_at = pl.ds(j * columns, columns)
-          pull = plgpu.load(pull_ref.at[b, kv, keys_at], layout=WGMMA.reduce(0), optimized=False)
-          seen = index(s.shape, 1, j * columns) <= index(s.shape, 0, token)
+        def add(block, s, normaliser):
+          slot, first_key = slot_of(near + block), block * columns
+          pull = plgpu.load(pull_smem.at[pl.ds(first_key, columns)], layout=WGMMA.reduce(0), optimized=False)
+          seen = index(s.shape, 1, first_key) <= index(s.shape, 0, thread * ROWS)
           exponent = jnp.where(seen, down(gate, s.shape) - across(pull, s.shape), -jnp.inf)
-          weights = (even_power(s, power) * jnp.exp2(exponent)).astype(v.dtype)
-          plgpu.barrier_wait(v_filled.at[slot_of(j)])
-          gather(sums, weights, slot_of(j))
+          weights = rounded(even_power(s, power) * jnp.exp2(exponent), v.dtype)
+          plgpu.barrier_wait(v_filled.at[slot])
+          gather(sums, weights, slot)
           # Of the rounded weights, so that a row of one key gives that key's value exactly.
           normaliser = normaliser + weights.astype(jnp.float32).sum(axis=1)
           plgpu.wgmma_wait(0)
-          plgpu.barrier_arrive(v_freed.at[slot_of(j)])
+          plgpu.barrier_arrive(v_freed.at[slot])
           return normaliser
 
-        summed = add(near, s, normaliser)
-        summed = lax.fori_loop(near + 1, stop, lambda j, summed: add(j, scores(j), summed), summed)
+        summed = add(0, s, normaliser)
+        for block in range(1, blocks):
+          summed = add(block, scores(near + block), summed)
         return sums[...], summed
 
       gathered, normaliser = pl.run_scoped(near_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
@@ -202,7 +202,7 @@ def forward(
       found = normaliser > SMALLEST
       inverse = jnp.where(found, 1.0 / jnp.where(found, normaliser, 1.0), 0.0)
       y = total * down(inverse, total.shape)
-      high = y.astype(dtype)
+      high = rounded(y, dtype)
       y_smem[thread] = high
       normaliser_smem[thread] = normaliser
       if save_low:
@@ -217,6 +217,7 @@ def forward(
     @pl.when(thread == 2)
     def load():
       plgpu.set_max_registers(40, action="decrease")
+      plgpu.copy_gmem_to_smem(pull_ref.at[b, kv, pl.ds(first_token, TILE)], pull_smem, q_filled)
       for w in range(2):
         rows = q_ref.at[b, pl.ds(first_token + w * ROWS, ROWS), head]
         plgpu.copy_gmem_to_smem(rows, q_smem.at[w], q_filled)
@@ -262,7 +263,8 @@ def forward(
     plgpu.SMEM((2, ROWS), f32),
     plgpu.SMEM((1,), f32) if carried is None else shared((2, ROWS, value_dim), f32),
     plgpu.SMEM((2, ROWS), f32),
-    plgpu.Barrier(num_arrivals=4),
+    plgpu.SMEM((TILE,), f32),
+    plgpu.Barrier(num_arrivals=5),
     plgpu.Barrier(num_arrivals=2),
     *(filled, freed) * 2,
     *((shared((2, ROWS, columns), v.dtype),) if interpret is not None else ()),

@@ -20,7 +20,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float16
 
 from kernels_pallas.gpu.angles import Angles, along, quarter_turn, radians
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, WIDTH, TokenTile, across, by_coordinate, down, shared, varying_as
+from kernels_pallas.gpu.tiles import (
+  ROWS,
+  WGMMA,
+  WIDTH,
+  TokenTile,
+  across,
+  by_coordinate,
+  down,
+  rounded,
+  shared,
+  varying_as,
+)
 
 
 class Gradients(NamedTuple):
@@ -74,7 +85,7 @@ def gradients(
 
     def work(part, so_far):
       def unrotated(turned):
-        high = dx.astype(bf16)
+        high = rounded(dx, bf16)
         halves_smem[0] = high
         halves_smem[1] = (dx - high.astype(f32)).astype(bf16)
         plgpu.commit_smem()
@@ -88,13 +99,12 @@ def gradients(
       def turned_by(turned):
         plgpu.wgmma(turned, x_smem.at[part], turning_smem)
         plgpu.wgmma_wait(0)
-        return (turned[...].astype(bf16).astype(f32) * dx * across(by_coordinate(rotation.speed, part), shape)).sum(
-          axis=1
-        )
+        torque = rounded(turned[...], bf16).astype(f32) * dx
+        return (torque * across(by_coordinate(rotation.speed, part), shape)).sum(axis=1)
 
-      x = plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32).astype(bf16).astype(f32)
+      x = plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
       dx = plgpu.load(dx_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
-      found = [(x * dx).sum(axis=1)]
+      found = [(rounded(x, bf16).astype(f32) * dx).sum(axis=1)]
       given = dx
       if rotation is not None:
         found.append(pl.run_scoped(turned_by, plgpu.ACC(shape, f32)))

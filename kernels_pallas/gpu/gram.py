@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float
 
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, shared, varying_as, wait_if
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, rounded, shared, varying_as, wait_if
 
 _SLOTS = 4
 
@@ -55,7 +55,7 @@ def gram(
         rows = plgpu.load(vectors, layout=WGMMA, optimized=False)
         along = plgpu.load(weight_smem.at[slot], layout=WGMMA.reduce(0), optimized=False)
         exact = rows.astype(jnp.float32) * across(along, rows.shape)
-        high = exact.astype(rows.dtype)
+        high = rounded(exact, rows.dtype)
         return [high, (exact - high.astype(jnp.float32)).astype(rows.dtype)]
 
       def add(sums):

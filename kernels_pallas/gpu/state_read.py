@@ -25,9 +25,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float
 
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, accumulate, down, shared, varying_as, wait_if
+from kernels_pallas.gpu.tiles import ROWS, STATE_TOKENS, WGMMA, accumulate, down, shared, varying_as, wait_if
 
-TOKENS = 4 * ROWS  # of a block of the grid
 PIECES = 2  # of Z
 _SLOTS = 4  # of as many matrices each
 
@@ -103,7 +102,7 @@ def _read(
   heads, count, _, value_dim = S.shape[1:5]
   transposed = given.w is not None
   width, out = (value_dim, head_dim) if transposed else (head_dim, value_dim)
-  group, tiles, in_chunk = all_heads // heads, time // TOKENS, time // count // TOKENS
+  group, tiles, in_chunk = all_heads // heads, time // STATE_TOKENS, time // count // STATE_TOKENS
   # Matrices come by columns, all of them or half: of the last matrices only the second half is needed.
   columns = head_dim if transposed else head_dim // 2
   halves = head_dim // columns
@@ -131,7 +130,7 @@ def _read(
     c, source = lax.div(tile, jnp.int32(in_chunk)), lax.div(head, jnp.int32(group))
 
     def tokens(part):
-      return pl.ds(tile * TOKENS + part * ROWS, ROWS)
+      return pl.ds(tile * STATE_TOKENS + part * ROWS, ROWS)
 
     @pl.when(thread < 2)
     def compute():
@@ -221,7 +220,7 @@ def _read(
       plgpu.set_max_registers(40, action="decrease")
 
       fetch = plgpu.copy_gmem_to_smem
-      fetch(x_ref.at[b, head, :, pl.ds(tile * TOKENS, TOKENS)], x_smem, here)
+      fetch(x_ref.at[b, head, :, pl.ds(tile * STATE_TOKENS, STATE_TOKENS)], x_smem, here)
       for part in range(4):
         fetch(y_ref.at[b, tokens(part), head], y_smem.at[part], here)
         for source_ref, target in ((options.w, w_smem), (options.rows, out_smem)):
@@ -262,7 +261,7 @@ def _read(
   wanted = [given.w_scale is not None, given.scale is not None, finds_normaliser]
   places = [sum(wanted[: n + 1]) - 1 for n in range(3)]
   scratch = [
-    plgpu.SMEM((head_dim, TOKENS), x.dtype),
+    plgpu.SMEM((head_dim, STATE_TOKENS), x.dtype),
     shared((4, ROWS, width), y.dtype),
     shared((4, ROWS, head_dim), y.dtype) if transposed else plgpu.SMEM((1,), f32),
     shared((_SLOTS, halves * PIECES, value_dim, columns), S.dtype),

@@ -16,10 +16,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 ROWS = 64  # a warpgroup's rows of a tile: the M of wgmma
-TILE = 2 * ROWS  # tokens of two warpgroups
+TILE = 2 * ROWS  # tokens of two warpgroups; their keys are discounted to a common end
 WIDTH = 32  # coordinates that a kernel without a loader takes at a time: registers are left for other blocks
-FRAME = 256  # tokens whose keys are discounted to a common end; time is padded to whole frames
 STATE_WIDTH = 64  # of heads in states; narrower ones are filled up with zeros
+STATE_TOKENS = 4 * ROWS  # that read a state together: chunks are whole ones of these
 MULTIPROCESSORS = 132  # of an H100 or H200
 WGMMA = plgpu.Layout.WGMMA
 
@@ -113,6 +113,15 @@ def down(x: Float[Array, "rows"], shape: tuple[int, ...]) -> Float[Array, "rows 
 def index(shape: tuple[int, int], axis: int, start: Int[Array, ""]) -> Int[Array, "rows columns"]:
   """The token of each row or column of a tile that starts at `start`."""
   return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + start
+
+
+def rounded(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+  """X in `dtype`, for whoever needs it in float32 again.
+
+  Without the barrier each number would be converted on its own, by the unit that exponentials wait for.
+  """
+  result: Array = lax.optimization_barrier(x.astype(dtype))
+  return result
 
 
 def accumulate(add: Callable[..., None], initial: tuple[Array, ...], interpret: Any) -> tuple[Array, ...]:
