@@ -15,6 +15,7 @@ Products of scores and values have bfloat16 operands, for weights span many powe
 because the power multiplies their rounding, and the inputs are scaled so that they fit.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -133,20 +134,22 @@ def forward(
         plgpu.barrier_arrive(k_freed.at[slot_of(j)])
         return s
 
-      def far_tile(m, carry):
+      def far_tiles(m, count, carry):
         s, total, normaliser = carry
-        decay = decay_ref[b, kv, m]
+        decays = [decay_ref[b, kv, m + n] for n in range(count)]
 
         def far_blocks(sums):
           now, summed = s, nothing
-          for block in range(blocks):
+          for block in range(count * blocks):
             j = m * blocks + block
             plgpu.barrier_wait(k_filled.at[slot_of(j + 1)])
 
-            def overlapped(following, j=j, now=now, summed=summed):
+            def overlapped(following, j=j, later=block // blocks + 1, now=now, summed=summed):
               plgpu.wgmma(following, queries, k_smem.at[slot_of(j + 1)].transpose((1, 0)))
               plgpu.barrier_wait(v_filled.at[slot_of(j)])  # ptxas then issues the whole product before the powers
               weights = even_power(now, power)
+              for decay in decays[later:]:
+                weights = weights * decay
               summed = summed + weights.sum(axis=1)
               gather(sums, weights.astype(v.dtype), slot_of(j))
               return following[...], summed
@@ -157,12 +160,16 @@ def forward(
           return now, sums[...], summed
 
         s, gathered, summed = pl.run_scoped(far_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
-        return s, total * decay + gathered, normaliser * decay + summed  # the decay has had time to come
+        decay = functools.reduce(jnp.multiply, decays)
+        return s, total * decay + gathered, normaliser * decay + summed
 
       total = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), WGMMA)
       normaliser = nothing = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
+      # By twos, where no scores are moved between registers: those of a turn are where the last turn left them.
+      pairs, odd = (f(n - first, jnp.int32(2)) for f in (lax.div, lax.rem))
       carry = scores(start), total, normaliser
-      s, total, normaliser = lax.fori_loop(0, n - first, lambda i, carry: far_tile(first + i, carry), carry)
+      carry = lax.fori_loop(0, pairs, lambda i, carry: far_tiles(first + 2 * i, 2, carry), carry)
+      s, total, normaliser = lax.fori_loop(0, odd, lambda i, carry: far_tiles(n - 1, 1, carry), carry)
 
       rows = pl.ds(token, ROWS)
       gate = plgpu.load(gate_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
