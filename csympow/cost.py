@@ -105,10 +105,10 @@ def platform() -> str:
 
 # Of the kernels on an H200, as benchmarks/attention.py measures them: the rate of their products, how often the
 # preparation passes over the inputs, tokens in a chunk, and what both passes cost relative to the forward one.
-_KERNEL_FLOPS = 6.3e14
-_KERNEL_PASSES = 3
+_KERNEL_FLOPS = 6.6e14
+_KERNEL_PASSES = 2
 _KERNEL_CHUNK = 1024
-_KERNEL_WITH_BACKWARD = {"attention": 4.6, "chunked": 3.0}
+_KERNEL_WITH_BACKWARD = {"attention": 4.4, "chunked": 3.15}
 # Of the kernels on TPU, which have been compiled and counted but never timed: 60 % of a v5e's peak.
 _TPU_KERNEL_FLOPS = 1.2e14
 _TPU_WITH_BACKWARD = {"attention": 4.5, "chunked": 3.5}  # by products: 2 forward; 7 and 5 backward
@@ -184,14 +184,17 @@ def _attention_by_kernels(
 
 
 def _chunked_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
-  """P = 2. States are products of all pairs of coordinates of heads of STATE_WIDTH."""
-  chunk = min(chunk_size or _KERNEL_CHUNK, _round_up(shape.time, STATE_TOKENS))
-  length, products = _round_up(shape.time, chunk), STATE_WIDTH**2
-  shape = dataclasses.replace(shape, head_dim=STATE_WIDTH, value_dim=STATE_WIDTH)
+  """P = 2. States are products of all pairs of coordinates of heads of whole STATE_WIDTHs."""
+  head_dim, value_dim = (_round_up(width, STATE_WIDTH) for width in (shape.head_dim, shape.value_dim))
+  numbers = head_dim**2 * value_dim  # of a state
+  longer = head_dim * value_dim // STATE_WIDTH**2  # the larger a state, the longer it must last
+  chunk = min(chunk_size or longer * _KERNEL_CHUNK, _round_up(shape.time, STATE_TOKENS))
+  length = _round_up(shape.time, chunk)
+  shape = dataclasses.replace(shape, head_dim=head_dim, value_dim=value_dim)
   inside, _, _ = _scores(shape, chunk, TILE)
-  state = 2 * shape.batch * length * (shape.query_heads + shape.heads) * products * STATE_WIDTH
+  state = 2 * shape.batch * length * (shape.query_heads + shape.heads) * numbers
   flops = length // chunk * inside + state
-  states = 2 * shape.batch * shape.heads * length // chunk * products * STATE_WIDTH
+  states = 2 * shape.batch * shape.heads * length // chunk * numbers
   traffic = _KERNEL_PASSES * _inputs(shape, length) + 2 * states
   seconds = flops / _KERNEL_FLOPS + traffic / device.bandwidth + 30 * device.latency
   return Plan("chunked", chunk, TILE, chunk, flops, traffic, seconds, "pallas", _KERNEL_WITH_BACKWARD["chunked"])

@@ -23,7 +23,7 @@ gpu = pytest.mark.gpu
 # The kernels take values and cotangents as bfloat16.
 TOLERANCE = {"bfloat16": 5e-3, "float16": 7e-3}
 
-# Every pair of levels: sizes, lengths around tiles and frames, and all that the op takes.
+# Every pair of levels: sizes, lengths around tiles, and all that the op takes.
 CASES = comparing.covering(
   sizes=[{"d": d, "dv": dv} for d, dv in [(64, 64), (32, 32), (128, 128), (32, 64), (64, 128), (128, 32)]],
   length=[{"T": T} for T in (1, 63, 128, 129, 256, 257, 500, 700)],
@@ -63,6 +63,16 @@ CHUNKED_WITH_STATE = comparing.covering(
   entry=[{"dtype": "bfloat16", "entry": "prefill"}, {"dtype": "bfloat16", "entry": "continued"}],
 )
 
+WIDE = [
+  Case(T=1025, H=2, groups=3, d=128, dv=128, dtype="bfloat16", entry="attention"),
+  Case(T=513, B=2, d=64, dv=128, gate="resets", segments="packed", dtype="bfloat16", entry="attention"),
+  Case(T=700, H=3, d=128, dv=32, segments="padded", dtype="float16", entry="attention"),
+  # The reference keeps every token's state.
+  Case(T=280, B=1, H=1, d=128, dv=32, dtype="bfloat16", entry="prefill"),
+  Case(T=130, B=1, H=1, groups=2, d=128, dv=128, gate="resets", dtype="bfloat16", entry="continued"),
+  Case(T=300, B=1, H=1, groups=2, d=64, dv=128, segments="padded", dtype="bfloat16", entry="continued"),
+]
+
 # Of which a state is seen by some of the tokens only.
 STATE_AND_SEGMENTS = [
   Case(T=300, groups=3, d=64, dv=64, segments="packed", dtype="bfloat16", entry="continued"),
@@ -92,7 +102,7 @@ def test_kernels_are_right_on_the_chip(case):
 
 @gpu
 @pytest.mark.parametrize("chunk", [256, 1024])
-@pytest.mark.parametrize("case", [*CHUNKED, *CHUNKED_WITH_STATE, *STATE_AND_SEGMENTS], ids=str)
+@pytest.mark.parametrize("case", [*CHUNKED, *CHUNKED_WITH_STATE, *WIDE, *STATE_AND_SEGMENTS], ids=str)
 def test_chunked_kernels_are_right_on_the_chip(case, chunk):
   x, rest = inputs(case)
   options = {"power": 2, "form": "chunked", "chunk_size": chunk, "implementation": "pallas"}
@@ -159,6 +169,8 @@ INTERPRETED_CHUNKS = [
   ),
   slow(Case(T=300, B=1, H=1, d=64, dv=32, dtype="bfloat16", entry="continued"), 256),
   slow(Case(T=200, B=1, H=1, groups=2, d=64, dv=64, segments="packed", dtype="bfloat16", entry="continued"), 256),
+  slow(Case(T=300, B=1, H=1, d=128, dv=128, dtype="bfloat16", entry="continued"), 256),
+  slow(Case(T=300, B=1, H=1, groups=2, d=64, dv=128, gate="resets", dtype="bfloat16", entry="attention"), 256),
 ]
 
 
@@ -233,24 +245,24 @@ def test_states_do_not_depend_on_how_coordinates_are_shared_out(monkeypatch, eac
   x = jnp.asarray(random.normal(size=(1, 2, 64, 128)), jnp.bfloat16)
   v, k = (jnp.asarray(random.normal(size=(1, 128, 2, 64)), jnp.bfloat16) for _ in range(2))
   decay = jnp.full((1, 1, 2), 0.5)
-  initial = jnp.asarray(random.normal(size=(1, 1, 64, 64, 64)), jnp.float32)
+  initial = jnp.asarray(random.normal(size=(1, 1, 1, 64, 64, 64)), jnp.float32)
   states = state_write.write(x, v, k, decay, initial, interpret=plgpu.InterpretGPUParams())
-  state = np.asarray(initial[0, 0], np.float64)
+  state = np.asarray(initial[0, 0, 0], np.float64)
   for chunk in range(2):
-    comparing.assert_close(states.found[0, 0, chunk], state, 5e-3, "found")
+    comparing.assert_close(states.found[0, 0, 0, chunk], state, 5e-3, "found")
     tokens = slice(64 * chunk, 64 * chunk + 64)
     added = (np.asarray(a, np.float64) for a in (x[0, :, :, tokens], v[0, tokens], k[0, tokens]))
     state = 0.5 * state + np.einsum("hat,thv,thw->avw", *added)
-  comparing.assert_close(states.final[0, 0], state, 5e-3, "final")
+  comparing.assert_close(states.final[0, 0, 0], state, 5e-3, "final")
 
   # Backwards, with the inner products of what is found between the two chunks.
   back = state_write.write(
     x, v, k, decay, None, others=states.found, reverse=True, interpret=plgpu.InterpretGPUParams()
   )
-  added, found = (np.asarray(a, np.float64)[0, 0] for a in (back.found[:, :, 0], states.found[:, :, 1]))
+  added, found = (np.asarray(a, np.float64) for a in (back.found[0, 0, 0, 0], states.found[0, 0, 0, 1]))
   swapped = found.reshape(32, 2, 64, 64)[:, ::-1].reshape(found.shape)
   expected = np.stack([np.sum(added * other, axis=(1, 2)) for other in (found, swapped)], axis=-1)
-  comparing.assert_close(np.sum(back.inner[0, 0, 0], axis=-1), expected, 5e-3, "inner")
+  comparing.assert_close(np.sum(back.inner[0, 0, 0, 0], axis=-1), expected, 5e-3, "inner")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +275,7 @@ def test_kernels_lower_for_every_shape(d, dv, power):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "dv"), [(64, 64), (32, 64)])
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (32, 64), (128, 128), (64, 128), (128, 32)])
 def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
   case = Case(T=2**20, B=1, H=2, groups=2, d=d, dv=dv, dtype="bfloat16", entry="attention")
   assert_lowers(*gradients(case, chunk=1024), *ATTENTION, *STATES)

@@ -3,7 +3,8 @@
     y_i = (inside chunk + b_i sum_a q_ia S[a] q_i) / (inside chunk + b_i q_i . Z q_i)
     S[a] <- b S[a] + sum_j b_j k_ja v_j k_j^T            Z <- b Z + sum_j b_j k_j k_j^T
 
-Here a state is not a vector of features but all products of two coordinates: a matrix dv x d for each coordinate a.
+Here a state is not a vector of features but all products of two coordinates: a matrix dv x d for each coordinate a,
+in pieces of 64 coordinates where heads are wider.
 Attention inside chunks, states, and what is read of them are kernels; the scan of Z, which is small, is XLA's.
 """
 
@@ -24,13 +25,14 @@ from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import attention_forward, gram, state_read, state_write
 from kernels_pallas.gpu.copies import Copy, copies
+from kernels_pallas.gpu.pieces import Pieces
 from kernels_pallas.gpu.tiles import STATE_WIDTH
 
 
 class Full(NamedTuple):
   """A state as products of two coordinates."""
 
-  S: Float[Array, "B H d dv d"]
+  S: Float[Array, "B H m w w w"]  # in pieces
   Z: Float[Array, "B H d d"]
 
 
@@ -65,7 +67,7 @@ class _Saved(NamedTuple):
   G: Total
   rotation: rotating.Rotation | None
   initial: Full | None
-  found: BFloat16[Array, "B H n d dv d"]  # the S that each chunk finds
+  found: BFloat16[Array, "B H m n w w w"]  # the S that each chunk finds
   Z: Float[Array, "B H n d d"]  # and its Z
   final: Full | None
   y: attention_forward.Outputs
@@ -79,11 +81,11 @@ def attend(
   dtype: DTypeLike,
   return_memory: bool,
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
-  """`chunked.attend` with y in `dtype`. Chunks are whole `STATE_TOKENS`, d and dv at most 64."""
+  """`chunked.attend` with y in `dtype`. Chunks are whole `STATE_TOKENS`."""
   assert settings.power == 2
   head_dim, value_dim = x.k.shape[-1], x.v.shape[-1]
-  q, k, v = (_widened(a, STATE_WIDTH) for a in x[:3])
-  rotation = rotating.padded(x.rotation, 0, STATE_WIDTH)
+  q, k, v = map(_widened, x[:3])
+  rotation = rotating.padded(x.rotation, 0, k.shape[-1])
   full = None if memory is None else _full(memory, head_dim)
   y, full = _attend(near.Tokens(q, k, v, x.log_gate, rotation), full, settings, dtype, return_memory)
   return y[..., :value_dim], None if full is None else _features(full, head_dim, value_dim)
@@ -114,7 +116,7 @@ def _forward(
   queries, keys = _Queries(*q_copies), _Keys(*k_copies)
   scale = near.state_scale(x.top)
   if initial is not None:
-    initial = Full(initial.S / scale[..., None], initial.Z / scale)
+    initial = Full(initial.S / _of_pieces(scale), initial.Z / scale)
   across = discounts.across
   S = state_write.write(keys.x, x.v, keys.k, across, None if initial is None else initial.S, interpret=interpret)
   added = gram.gram(keys.x, keys.k, None, *across.shape[1:], time_last=True, interpret=interpret)
@@ -125,7 +127,7 @@ def _forward(
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, final_Z) if return_final else None
   saved = _Saved(x, G, rotation, initial, S.found, Z, final, y, far.normaliser >= 0)
-  result = None if final is None else Full(final.S * scale[..., None], final.Z * scale)
+  result = None if final is None else Full(final.S * _of_pieces(scale), final.Z * scale)
   return (y.high.reshape(*q.shape[:-1], -1), result), saved
 
 
@@ -146,7 +148,9 @@ def _backward(
   inside = near.backward(x, given, settings.power, interpret, queries.q)
   scale = near.state_scale(x.top)
   if dfinal is not None:
-    dfinal = Full(symmetric(dfinal.S) * scale[..., None], symmetric(dfinal.Z) * scale)
+    pieces = Pieces.of(x.q.shape[-1], x.v.shape[-1])
+    summed = pieces.cut(symmetric(pieces.joined(dfinal.S)))
+    dfinal = Full(summed * _of_pieces(scale), symmetric(dfinal.Z) * scale)
 
   across = discounts.across
   dS = state_write.write(
@@ -176,11 +180,15 @@ def _backward(
   dtypes = (dtype if saved.initial is None else jnp.float32, dtype)
   dq, dk, pulls = near.finished(x, dq, dk, saved.rotation, dtypes, settings)
   dlog_gate, drotation = anchors.cotangents(pulls, ends, saved.rotation)
-  dinitial = None if saved.initial is None else Full(dS.final / scale[..., None], dinitial_Z / scale)
+  dinitial = None if saved.initial is None else Full(dS.final / _of_pieces(scale), dinitial_Z / scale)
   return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), dinitial
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _of_pieces(scale: Float[Array, "B H 1 1"]) -> Float[Array, "B H 1 1 1 1"]:
+  return scale[..., None, None]
 
 
 def _of_queries(factor: Float[Array, "B Hq T"] | None) -> tuple[Copy, Copy]:
@@ -235,7 +243,7 @@ def _scan(
 
 def _at_ends(
   saved: _Saved,
-  inner: Float[Array, "B H n d 2 dv"],
+  inner: Float[Array, "B H m n w 2 w"],
   dZ: Float[Array, "B H n d d"],
   dfinal: Full | None,
   dinitial: Full,
@@ -243,6 +251,7 @@ def _at_ends(
   """Inner products of the state and its cotangent, which all gates before it and after it share; and of the two with
   one rotated by a quarter turn of each pair of coordinates.
   """
+  pieces = Pieces.of(saved.operands.q.shape[-1], saved.operands.v.shape[-1])
 
   def between(state: Array, dstate: Array) -> Float[Array, "B H n d 2"]:
     pairs = state.reshape(*state.shape[:3], state.shape[3] // 2, 2, *state.shape[4:])
@@ -251,10 +260,13 @@ def _at_ends(
 
   def of_one(state: Full | None, dstate: Full | None) -> Float[Array, "B H 1 d 2"]:
     if state is None or dstate is None:
-      return jnp.zeros_like(inner[:, :, :1, :, :, 0])
-    return between(state.S[:, :, None], dstate.S[:, :, None]) + between(state.Z[:, :, None], dstate.Z[:, :, None])
+      return jnp.zeros((*saved.Z.shape[:2], 1, saved.Z.shape[-1], 2))
+    S, dS = (pieces.joined(x)[:, :, None] for x in (state.S, dstate.S))
+    return between(S, dS) + between(state.Z[:, :, None], dstate.Z[:, :, None])
 
-  found = jnp.sum(inner[:, :, :-1], axis=-1) + between(saved.Z[:, :, 1:], dZ[:, :, :-1])
+  between_Z = between(saved.Z[:, :, 1:], dZ[:, :, :-1])
+  of_S = jnp.sum(inner[:, :, :, :-1], axis=-1).reshape(*inner.shape[:2], *pieces, inner.shape[3] - 1, STATE_WIDTH, 2)
+  found = jnp.moveaxis(jnp.sum(of_S, axis=(3, 4)), 2, 3).reshape(between_Z.shape) + between_Z
   first, last = of_one(saved.initial, dinitial), of_one(saved.final, dfinal)
   ends = jnp.moveaxis(jnp.concatenate([first, found, last], axis=2), 1, 2)
   even, odd = (ends[..., n::2, 1] for n in range(2))
@@ -268,9 +280,10 @@ def _full(memory: Memory, head_dim: int) -> Full:
 
   def products(x: Float[Array, "B H D c"]) -> Float[Array, "B H d d c"]:
     x = (x / weight.astype(x.dtype)[:, None])[:, :, place]
-    return jnp.pad(x, ((0, 0), (0, 0), *((0, STATE_WIDTH - head_dim),) * 2, (0, 0)))
+    return jnp.pad(x, ((0, 0), (0, 0), *((0, -head_dim % STATE_WIDTH),) * 2, (0, 0)))
 
-  return Full(jnp.swapaxes(_widened(products(memory.S), STATE_WIDTH), -1, -2), products(memory.Z)[..., 0])
+  S = jnp.swapaxes(_widened(products(memory.S)), -1, -2)
+  return Full(Pieces.of(S.shape[-1], S.shape[-2]).cut(S), products(memory.Z)[..., 0])
 
 
 def _features(full: Full, head_dim: int, value_dim: int) -> Memory:
@@ -280,8 +293,10 @@ def _features(full: Full, head_dim: int, value_dim: int) -> Memory:
   def features(x: Float[Array, "B H d d c"]) -> Float[Array, "B H D c"]:
     return x[:, :, first, second] * weight.astype(x.dtype)[:, None]
 
-  return Memory(features(jnp.swapaxes(full.S, -1, -2))[..., :value_dim], features(full.Z[..., None]))
+  S = Pieces.of(full.Z.shape[-1], value_dim + -value_dim % STATE_WIDTH).joined(full.S)
+  return Memory(features(jnp.swapaxes(S, -1, -2))[..., :value_dim], features(full.Z[..., None]))
 
 
-def _widened(x: Float[Array, "*lead d"], width: int) -> Float[Array, "*lead width"]:
-  return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))
+def _widened(x: Float[Array, "*lead d"]) -> Float[Array, "*lead whole"]:
+  """Filled up to whole 64s."""
+  return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % STATE_WIDTH),))

@@ -75,7 +75,7 @@ def backward(
   rows: Rows, keys: Keys, ends: Ends, v: BFloat16[Array, "B T H dv"], *, power: int, interpret: Any = None
 ) -> Gradients:
   """The cotangents of q, of the plain keys, and of v."""
-  width = max(rows.q.shape[-1], v.shape[-1])
+  of_keys, of_values = (-(-width // 64) for width in (rows.q.shape[-1], v.shape[-1]))
 
   def gradients(part: int) -> Gradients:
     # Under vmap one after another: blocks of the grid take turns by semaphores that know nothing of vmap's axis.
@@ -86,10 +86,11 @@ def backward(
     result: Gradients = one_at_a_time(rows, keys, ends, v)
     return result
 
-  parts = [gradients(n) for n in range(-(-width // 64))]
+  parts = [gradients(n) for n in range(max(of_keys, of_values))]
   if len(parts) == 1:
     return parts[0]
-  return Gradients(*(jnp.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
+  counts = of_keys, of_keys, of_values  # where there are fewer of one, the last comes again
+  return Gradients(*(jnp.concatenate(a[:n], axis=-1) for a, n in zip(zip(*parts, strict=True), counts, strict=True)))
 
 
 def _backward(
@@ -105,7 +106,7 @@ def _backward(
   wide = head_dim + value_dim > 128
   slots = 2 if wide else 4  # of queries, by units
   folded = 0 if wide else 1  # the place of folded keys: that of plain ones, or the next
-  ours = pl.ds(part * 64, k_wide), pl.ds(part * 64, v_wide)
+  ours = [pl.ds(min(part * 64, all_of - some), some) for all_of, some in ((head_dim, k_wide), (value_dim, v_wide))]
 
   def kernel(
     q_ref, rounded_ref, dy_ref, exponent_ref, discounted_ref, delta_ref,

@@ -68,9 +68,9 @@ class Outputs(NamedTuple):
   normaliser: Float[Array, "B Hq T"]
 
 
-def block_of_keys(value_dim: int) -> int:
-  """Keys in a block of scores: as many as the registers hold."""
-  return 128 if value_dim <= 64 else 64
+def block_of_keys(head_dim: int, value_dim: int) -> int:
+  """Keys in a block of scores: as many as registers and shared memory hold."""
+  return 128 if max(head_dim, value_dim) <= 64 else 64
 
 
 def forward(
@@ -87,9 +87,10 @@ def forward(
   """Attention over whole tiles of tokens, and what is carried; y in `dtype`."""
   batch, time, query_heads, head_dim = q.shape
   heads, value_dim = v.shape[2:]
-  group, columns = query_heads // heads, block_of_keys(value_dim)
+  group, columns = query_heads // heads, block_of_keys(head_dim, value_dim)
   slots = 4 if head_dim + value_dim <= 128 else 3  # of keys and values
   blocks, tiles = TILE // columns, time // TILE
+  wide = value_dim > 64  # there is no room for what wide heads carry
 
   def kernel(q_ref, folded_ref, k_ref, v_ref, gate_ref, pull_ref, decay_ref, first_ref, *more):
     carried_refs, more = (None, more) if carried is None else (more[:2], more[2:])
@@ -199,11 +200,13 @@ def forward(
       gathered, normaliser = pl.run_scoped(near_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
       total = total + gathered
       if carried_refs is not None:
-        plgpu.barrier_wait(carried_filled)
+        source = carried_refs[0].at[b, rows, head] if wide else carried_smem.at[thread]
+        if not wide:
+          plgpu.barrier_wait(carried_filled)
         weight = plgpu.load(carried_refs[1].at[b, head, rows], layout=WGMMA.reduce(1), optimized=False)
         heard = weight >= 0
         normaliser = normaliser + jnp.where(heard, weight, 0.0)
-        total = total + plgpu.load(carried_smem.at[thread], layout=WGMMA) * down(
+        total = total + plgpu.load(source, layout=WGMMA, optimized=not wide) * down(
           jnp.where(heard, 1.0, 0.0), total.shape
         )
       found = normaliser > SMALLEST
@@ -230,7 +233,7 @@ def forward(
         plgpu.copy_gmem_to_smem(rows, q_smem.at[w], q_filled)
         gates = gate_ref.at[b, kv, pl.ds(first_token + w * ROWS, ROWS)]
         plgpu.copy_gmem_to_smem(gates, gate_smem.at[w], q_filled)
-        if carried_refs is not None:
+        if carried_refs is not None and not wide:
           rows = carried_refs[0].at[b, pl.ds(first_token + w * ROWS, ROWS), head]
           plgpu.copy_gmem_to_smem(rows, carried_smem.at[w], carried_filled)
 
@@ -268,7 +271,7 @@ def forward(
     shared((2, ROWS, value_dim), dtype),
     shared((2, ROWS, value_dim), jnp.bfloat16) if save_low else plgpu.SMEM((1,), f32),
     plgpu.SMEM((2, ROWS), f32),
-    plgpu.SMEM((1,), f32) if carried is None else shared((2, ROWS, value_dim), f32),
+    plgpu.SMEM((1,), f32) if carried is None or wide else shared((2, ROWS, value_dim), f32),
     plgpu.SMEM((2, ROWS), f32),
     plgpu.SMEM((TILE,), f32),
     plgpu.Barrier(num_arrivals=5),

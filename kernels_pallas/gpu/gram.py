@@ -18,7 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float
 
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, rounded, shared, varying_as, wait_if
+from kernels_pallas.gpu.pieces import part
+from kernels_pallas.gpu.tiles import ROWS, STATE_WIDTH, WGMMA, across, rounded, shared, varying_as, wait_if
 
 _SLOTS = 4
 
@@ -36,14 +37,16 @@ def gram(
   """Added in float32; `time_last` is how x stands. Several heads may share a sum."""
   batch, time, all_heads, head_dim = k.shape
   group, blocks = all_heads // heads, time // count // ROWS
-  visits = group * blocks
+  visits, parts, width = group * blocks, head_dim // STATE_WIDTH, STATE_WIDTH
   extra = 1 if interpret is not None and weight is not None else 0  # scratch of the interpreter's
 
   def kernel(x_ref, k_ref, *more):
     weight_ref: Any = None if weight is None else more[0]
     z_ref, x_smem, k_smem, weight_smem, z_smem, filled, freed, *staging = more[-7 - extra :]
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
-    row, c = (f(item, jnp.int32(count)) for f in (lax.div, lax.rem))
+    rest, c = (f(item, jnp.int32(count)) for f in (lax.div, lax.rem))
+    row, number = (f(rest, jnp.int32(parts * parts)) for f in (lax.div, lax.rem))
+    i, j = (f(number, jnp.int32(parts)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
 
     @pl.when(thread == 0)
@@ -77,9 +80,9 @@ def gram(
         lax.fori_loop(0, jnp.int32(visits), visit, None)
         return sums[...]
 
-      z_smem[...] = pl.run_scoped(add, plgpu.ACC((head_dim, head_dim), jnp.float32))
+      z_smem[...] = pl.run_scoped(add, plgpu.ACC((width, width), jnp.float32))
       plgpu.commit_smem()
-      plgpu.copy_smem_to_gmem(z_smem, z_ref.at[b, head, c])
+      plgpu.copy_smem_to_gmem(z_smem, z_ref.at[b, head, c, part(i), part(j)])
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 1)
@@ -89,9 +92,9 @@ def gram(
         source = head * group + lax.div(n, jnp.int32(blocks))
         at = pl.ds((c * blocks + lax.rem(n, jnp.int32(blocks))) * ROWS, ROWS)
         wait_if(n >= _SLOTS, freed.at[slot])
-        vectors = x_ref.at[b, source, :, at] if time_last else x_ref.at[b, at, source]
+        vectors = x_ref.at[b, source, part(i), at] if time_last else x_ref.at[b, at, source, part(i)]
         plgpu.copy_gmem_to_smem(vectors, x_smem.at[slot], filled.at[slot])
-        plgpu.copy_gmem_to_smem(k_ref.at[b, at, source], k_smem.at[slot], filled.at[slot])
+        plgpu.copy_gmem_to_smem(k_ref.at[b, at, source, part(j)], k_smem.at[slot], filled.at[slot])
         if weight is not None:
           plgpu.copy_gmem_to_smem(weight_ref.at[b, source, at], weight_smem.at[slot], filled.at[slot])
         return none
@@ -104,15 +107,15 @@ def gram(
     kernel,
     out_type=jax.ShapeDtypeStruct((batch, heads, count, head_dim, head_dim), jnp.float32),
     scratch_types=[
-      shared((_SLOTS, head_dim, ROWS) if time_last else (_SLOTS, ROWS, head_dim), x.dtype),
-      shared((_SLOTS, ROWS, head_dim), k.dtype),
+      shared((_SLOTS, width, ROWS) if time_last else (_SLOTS, ROWS, width), x.dtype),
+      shared((_SLOTS, ROWS, width), k.dtype),
       plgpu.SMEM((_SLOTS, ROWS), jnp.float32),
-      shared((head_dim, head_dim), jnp.float32),
+      shared((width, width), jnp.float32),
       plgpu.Barrier(num_arrivals=2 if weight is None else 3, num_barriers=_SLOTS),
       plgpu.Barrier(num_arrivals=1, num_barriers=_SLOTS),
-      *((shared((head_dim, ROWS), x.dtype),) * extra),
+      *((shared((width, ROWS), x.dtype),) * extra),
     ],
-    grid=(batch * heads * count,),
+    grid=(batch * heads * parts * parts * count,),
     grid_names=("block",),
     num_threads=2,
     thread_name="thread",

@@ -13,6 +13,8 @@ one, for the normaliser can be the small rest of large terms.
 
     warpgroups 0, 1   128 tokens each
     warpgroup 2       loads
+
+Heads wider than 64 are read piece by piece, each launch adding to what the one before has found.
 """
 
 import functools
@@ -25,7 +27,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float
 
-from kernels_pallas.gpu.tiles import ROWS, STATE_TOKENS, WGMMA, accumulate, down, shared, varying_as, wait_if
+from kernels_pallas.gpu.pieces import Piece, Pieces
+from kernels_pallas.gpu.pieces import part as coordinates
+from kernels_pallas.gpu.tiles import (
+  ROWS,
+  STATE_TOKENS,
+  STATE_WIDTH,
+  WGMMA,
+  accumulate,
+  down,
+  shared,
+  varying_as,
+  wait_if,
+)
 
 PIECES = 2  # of Z
 _SLOTS = 4  # of as many matrices each
@@ -44,27 +58,33 @@ class _Options(NamedTuple):
   Z: BFloat16[Array, "B H n pieces d d"] | None = None
   w: BFloat16[Array, "B T Hq d"] | None = None  # what Z is multiplied by, if that is not asked for the normaliser
   w_scale: Float[Array, "B Hq T"] | None = None
-  rows: Float[Array, "B T Hq _"] | None = None  # to be added, in the type of the sum
+  rows: Float[Array, "B T Hq _"] | None = None  # to be added, in the type of the sum; of the whole head, or the piece
   scale: Float[Array, "B Hq T"] | None = None
 
 
 def read(
   x: BFloat16[Array, "B Hq d T"],
   y: BFloat16[Array, "B T Hq d"],
-  S: BFloat16[Array, "B H n d dv d"],
+  S: BFloat16[Array, "B H m n w w w"],
   Z: BFloat16[Array, "B H n pieces d d"],
   scale: Float[Array, "B Hq T"],
   *,
   interpret: Any = None,
 ) -> Found:
   """The sums over all that the chunk's state holds; x is y, time last."""
-  return Found(*_read(x, y, S, _Options(Z=Z, scale=scale), interpret))
+  pieces = _pieces(x, S)
+  if pieces.first > 1:
+    return Found(_symmetric(x, y, S, None, scale, interpret), _normaliser(y, Z, scale))
+  numerator, normaliser = _read(x, y, S, _Options(Z=Z, scale=scale), Piece(0, 0, 0), False, interpret)
+  others = [Piece(0, 0, u) for u in range(1, pieces.values)]
+  more = [_read(x, y, S, _Options(scale=scale), piece, False, interpret)[0] for piece in others]
+  return Found(jnp.concatenate([numerator, *more], axis=-1) if more else numerator, normaliser)
 
 
 def read_transposed(
   x: BFloat16[Array, "B Hq d T"],
   y: BFloat16[Array, "B T Hq dv"],
-  S: BFloat16[Array, "B H n d dv d"],
+  S: BFloat16[Array, "B H m n w w w"],
   w: BFloat16[Array, "B T Hq d"],
   Z: BFloat16[Array, "B H n pieces d d"],
   rows: Float[Array, "B T Hq d"],
@@ -74,41 +94,100 @@ def read_transposed(
   interpret: Any = None,
 ) -> Float[Array, "B T Hq d"]:
   """rows_i + scale_i (sum_a (x_ia y_i) S[a]^T + w_scale_i w_i Z)."""
-  result: Array = _read(x, y, S, _Options(Z, w, w_scale, rows, scale), interpret)[0]
-  return result
+  pieces = _pieces(x, S)
+
+  def of_columns(j: int) -> Float[Array, "B T Hq w"]:
+    found = rows
+    for i in range(pieces.first):
+      for u in range(pieces.values):
+        given = _Options(Z, w, w_scale, found, scale) if u == 0 else _Options(rows=found, scale=scale)
+        (found,) = _read(x, y, S, given, Piece(i, j, u), True, interpret)
+    return found
+
+  found = [of_columns(j) for j in range(pieces.second)]
+  return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
 
 
 def read_values(
   x: BFloat16[Array, "B Hq d T"],
   y: BFloat16[Array, "B T Hq d"],
-  S: BFloat16[Array, "B H n d dv d"],
+  S: BFloat16[Array, "B H m n w w w"],
   rows: Float[Array, "B T Hq dv"],
   *,
   interpret: Any = None,
 ) -> Float[Array, "B T Hq dv"]:
   """rows_i + sum_a (x_ia y_i) S[a]; x is y, time last, and discounted."""
-  result: Array = _read(x, y, S, _Options(rows=rows), interpret)[0]
-  return result
+  if _pieces(x, S).first > 1:  # sums of several launches are not rounded in between
+    return _symmetric(x, y, S, rows.astype(jnp.float32), None, interpret).astype(rows.dtype)
+  return _symmetric(x, y, S, rows, None, interpret)
+
+
+def _pieces(x: BFloat16[Array, "B Hq d T"], S: BFloat16[Array, "B H m n w w w"]) -> Pieces:
+  parts = x.shape[2] // STATE_WIDTH
+  return Pieces(parts, parts, S.shape[2] // parts**2)
+
+
+def _symmetric(
+  x: BFloat16[Array, "B Hq d T"],
+  y: BFloat16[Array, "B T Hq d"],
+  S: BFloat16[Array, "B H m n w w w"],
+  rows: Float[Array, "B T Hq dv"] | None,
+  scale: Float[Array, "B Hq T"] | None,
+  interpret: Any,
+) -> Float[Array, "B T Hq dv"]:
+  """The sums over a symmetric state: of pieces (i, j) and (j, i) one, twice as heavy."""
+  pieces = _pieces(x, S)
+
+  def of_values(u: int) -> Float[Array, "B T Hq w"]:
+    found = rows
+    for i in range(pieces.first):
+      for j in range(i, pieces.second):
+        (found,) = _read(x, y, S, _Options(rows=found, scale=scale), Piece(i, j, u), False, interpret)
+    assert found is not None
+    return found
+
+  found = [of_values(u) for u in range(pieces.values)]
+  return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
+
+
+def _normaliser(
+  y: BFloat16[Array, "B T Hq d"], Z: BFloat16[Array, "B H n pieces d d"], scale: Float[Array, "B Hq T"]
+) -> Float[Array, "B Hq T"]:
+  """Scale y . Z y, of wide heads by XLA."""
+  batch, time, all_heads, head_dim = y.shape
+  q = y.reshape(batch, Z.shape[2], -1, Z.shape[1], all_heads // Z.shape[1], head_dim)
+  product = functools.partial(jnp.einsum, "bnthgd,bhnde->bnthge", q, preferred_element_type=jnp.float32)
+  Zq = sum(product(Z[:, :, :, piece]) for piece in range(PIECES))
+  found: Array = jnp.sum(Zq * q.astype(jnp.float32), axis=-1).reshape(batch, time, all_heads)
+  return jnp.moveaxis(found, 1, 2) * scale
 
 
 def _read(
   x: BFloat16[Array, "B Hq d T"],
   y: BFloat16[Array, "B T Hq _"],
-  S: BFloat16[Array, "B H n d dv d"],
+  S: BFloat16[Array, "B H m n w w w"],
   given: _Options,
+  piece: Piece,
+  transposed: bool,
   interpret: Any,
 ) -> tuple[Array, ...]:
-  batch, all_heads, head_dim, time = x.shape
-  heads, count, _, value_dim = S.shape[1:5]
-  transposed = given.w is not None
-  width, out = (value_dim, head_dim) if transposed else (head_dim, value_dim)
+  """What one piece gives; Z's piece is that of its coordinates, the rows that of the outputs'.
+
+  Where there are several, the program reads from memory which one, so that one program serves many.
+  """
+  batch, all_heads, _, time = x.shape
+  heads, _, count = S.shape[1:4]
+  width, pieces = STATE_WIDTH, _pieces(x, S)
+  place = None if pieces.total == 1 else jnp.asarray([*piece, pieces.number(piece)], jnp.int32)
+  rows_of_piece = given.rows is not None and given.rows.shape[-1] == width
   group, tiles, in_chunk = all_heads // heads, time // STATE_TOKENS, time // count // STATE_TOKENS
   # Matrices come by columns, all of them or half: of the last matrices only the second half is needed.
-  columns = head_dim if transposed else head_dim // 2
-  halves = head_dim // columns
+  whole_only = transposed or piece.i != piece.j
+  columns = width if whole_only else width // 2
+  halves = width // columns
   first = 0 if given.Z is None else 1  # visits to Z come before those to S
   last_whole = first + columns // PIECES
-  visits = last_whole + (head_dim - columns) // (halves * PIECES)
+  visits = last_whole + (width - columns) // (halves * PIECES)
   finds_normaliser = given.Z is not None and not transposed
   f32 = jnp.float32
 
@@ -121,6 +200,7 @@ def _read(
   def kernel(x_ref, y_ref, s_ref, *more):
     refs = list(more)
     options: Any = _Options(*(None if array is None else refs.pop(0) for array in given))
+    place_ref: Any = None if place is None else refs.pop(0)
     outputs = [refs.pop(0) for _ in range(results)]
     x_smem, y_smem, w_smem, s_smem, out_smem, vectors_smem, here, filled, freed, *staging = refs
     w_scale_smem, scale_smem, normaliser_smem = (vectors_smem.at[max(0, n)] for n in places)
@@ -170,13 +250,13 @@ def _read(
           done_with(0)
           return tuple(u[...] for u in sums)
 
-        return pl.run_scoped(products, *(plgpu.ACC((ROWS, head_dim), f32),) * 2)
+        return pl.run_scoped(products, *(plgpu.ACC((ROWS, width), f32),) * 2)
 
       plgpu.barrier_wait(here)
       rows = [plgpu.load(y_smem.at[part], layout=WGMMA, optimized=False) for part in parts]
-      zeros = plgpu.layout_cast(jnp.zeros((ROWS, out), f32), WGMMA)
+      zeros = plgpu.layout_cast(jnp.zeros((ROWS, width), f32), WGMMA)
       sums: tuple[Array, ...] = (zeros, zeros)
-      if transposed:
+      if options.w is not None:
         sums = times_Z([plgpu.load(w_smem.at[part], layout=WGMMA, optimized=False) for part in parts])
         if options.w_scale is not None:
           sums = tuple(u * down(along(w_scale_smem.at[part]), u.shape) for u, part in zip(sums, parts, strict=True))
@@ -191,7 +271,7 @@ def _read(
           for m, (a, h) in enumerate(visited(n, whole)):
             for y, z, part in zip(rows, sums, parts, strict=True):
               factor, left = along(x_smem.at[a, pl.ds(part * ROWS, ROWS)]), part_of(y, h)
-              if whole and h == 1:  # for (b, a), too, which does not come
+              if not transposed and (whole_only or (whole and h == 1)):  # for (b, a), too, which does not come
                 factor = factor + factor
               multiply(z, left * down(factor, left.shape), operand(slot, m))
           done_with(slot)
@@ -220,12 +300,17 @@ def _read(
       plgpu.set_max_registers(40, action="decrease")
 
       fetch = plgpu.copy_gmem_to_smem
-      fetch(x_ref.at[b, head, :, pl.ds(tile * STATE_TOKENS, STATE_TOKENS)], x_smem, here)
+      i, j, u, number = (0,) * 4 if place is None else (place_ref[n] for n in range(4))
+      of_y, of_rows = (u, j) if transposed else (j, u)
+      fetch(x_ref.at[b, head, coordinates(i), pl.ds(tile * STATE_TOKENS, STATE_TOKENS)], x_smem, here)
       for part in range(4):
-        fetch(y_ref.at[b, tokens(part), head], y_smem.at[part], here)
-        for source_ref, target in ((options.w, w_smem), (options.rows, out_smem)):
+        fetch(y_ref.at[b, tokens(part), head, coordinates(of_y)], y_smem.at[part], here)
+        for source_ref, n, target in (
+          (options.w, i, w_smem),
+          (options.rows, 0 if rows_of_piece else of_rows, out_smem),
+        ):
           if source_ref is not None:
-            fetch(source_ref.at[b, tokens(part), head], target.at[part], here)
+            fetch(source_ref.at[b, tokens(part), head, coordinates(n)], target.at[part], here)
         for source_ref, target in ((options.w_scale, w_scale_smem), (options.scale, scale_smem)):
           if source_ref is not None:
             fetch(source_ref.at[b, head, tokens(part)], target.at[part], here)
@@ -235,14 +320,15 @@ def _read(
 
       if first:
         for m in range(halves * PIECES):
-          piece = options.Z.at[b, source, c, m // halves, :, some_columns(m % halves)]
-          fetch(piece, s_smem.at[0, m], filled.at[0])
+          at = pl.ds(j * width + (m % halves) * columns, columns)
+          of_Z = options.Z.at[b, source, c, m // halves, coordinates(i), at]
+          fetch(of_Z, s_smem.at[0, m], filled.at[0])
 
       def copy(n, none, *, whole):
         slot = lax.rem(n, jnp.int32(_SLOTS))
         wait_if(n >= _SLOTS, freed.at[slot])
         for m, (a, h) in enumerate(visited(n, whole)):
-          fetch(s_ref.at[b, source, c, a, :, some_columns(h)], s_smem.at[slot, m], filled.at[slot])
+          fetch(s_ref.at[b, source, number, c, a, :, some_columns(h)], s_smem.at[slot, m], filled.at[slot])
         return none
 
       lax.fori_loop(first, jnp.int32(last_whole), functools.partial(copy, whole=True), None)
@@ -252,7 +338,7 @@ def _read(
         plgpu.barrier_wait(freed.at[n % _SLOTS])
 
   dtype = f32 if given.rows is None else given.rows.dtype
-  outputs = [jax.ShapeDtypeStruct((batch, time, all_heads, out), dtype)]
+  outputs = [jax.ShapeDtypeStruct((batch, time, all_heads, width), dtype)]
   if finds_normaliser:
     outputs.append(jax.ShapeDtypeStruct((batch, all_heads, time), f32))
   results = len(outputs)
@@ -261,11 +347,11 @@ def _read(
   wanted = [given.w_scale is not None, given.scale is not None, finds_normaliser]
   places = [sum(wanted[: n + 1]) - 1 for n in range(3)]
   scratch = [
-    plgpu.SMEM((head_dim, STATE_TOKENS), x.dtype),
+    plgpu.SMEM((width, STATE_TOKENS), x.dtype),
     shared((4, ROWS, width), y.dtype),
-    shared((4, ROWS, head_dim), y.dtype) if transposed else plgpu.SMEM((1,), f32),
-    shared((_SLOTS, halves * PIECES, value_dim, columns), S.dtype),
-    shared((4, ROWS, out), dtype),
+    plgpu.SMEM((1,), f32) if given.w is None else shared((4, ROWS, width), y.dtype),
+    shared((_SLOTS, halves * PIECES, width, columns), S.dtype),
+    shared((4, ROWS, width), dtype),
     plgpu.SMEM((max(1, sum(wanted)), 4, ROWS), f32),
     plgpu.Barrier(num_arrivals=1 + 4 * (1 + sum(array is not None for array in given[1:]))),
     plgpu.Barrier(num_arrivals=halves * PIECES, num_barriers=_SLOTS),
@@ -283,5 +369,5 @@ def _read(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="state_read",
-  )(x, y, S, *(array for array in given if array is not None))
+  )(x, y, S, *(array for array in (*given, place) if array is not None))
   return tuple(varying_as(x, found))

@@ -19,19 +19,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float
 
-from kernels_pallas.gpu.tiles import MULTIPROCESSORS, ROWS, WGMMA, accumulate, across, shared, varying_as, wait_if
+from kernels_pallas.gpu.pieces import Pieces, part
+from kernels_pallas.gpu.tiles import (
+  MULTIPROCESSORS,
+  ROWS,
+  STATE_WIDTH,
+  WGMMA,
+  accumulate,
+  across,
+  shared,
+  varying_as,
+  wait_if,
+)
 
 
 class States(NamedTuple):
-  """The state that each chunk finds, the last one, and inner products.
+  """The state that each chunk finds, the last one, and inner products; in `pieces`, of which there are m.
 
   With the states T that another scan found, of the chunk after c in time: S[a] T[a], and S[a] T[b], b being the other
   one of a's pair of coordinates; both still to be summed over the last axis.
   """
 
-  found: BFloat16[Array, "B H n d dv d"]
-  final: Float[Array, "B H d dv d"]
-  inner: Float[Array, "B H n d 2 dv"] | None
+  found: BFloat16[Array, "B H m n w w w"]
+  final: Float[Array, "B H m w w w"]
+  inner: Float[Array, "B H m n w 2 w"] | None
 
 
 def write(
@@ -39,9 +50,9 @@ def write(
   v: BFloat16[Array, "B T Hq dv"],
   k: BFloat16[Array, "B T Hq d"],
   decay: Float[Array, "B H n"],
-  initial: Float[Array, "B H d dv d"] | None,
+  initial: Float[Array, "B H m w w w"] | None,
   *,
-  others: BFloat16[Array, "B H n d dv d"] | None = None,
+  others: BFloat16[Array, "B H m n w w w"] | None = None,
   reverse: bool = False,
   interpret: Any = None,
 ) -> States:
@@ -53,9 +64,10 @@ def write(
   assert others is None or reverse
   batch, all_heads, head_dim, time = x.shape
   heads, count = decay.shape[1:]
-  value_dim, group, blocks = v.shape[3], all_heads // heads, time // count // ROWS  # blocks of tokens in a chunk
-  each = _coordinates(batch * heads, head_dim)
-  visits, slices = group * blocks, -(-head_dim // (2 * each))
+  pieces, width = Pieces.of(head_dim, v.shape[3]), STATE_WIDTH
+  group, blocks = all_heads // heads, time // count // ROWS  # blocks of tokens in a chunk
+  each = _coordinates(batch * heads * pieces.total)
+  visits, slices = group * blocks, -(-width // (2 * each))
   slots = 6 if others is None else 4
 
   def kernel(x_ref, v_ref, k_ref, decay_ref, *more):
@@ -66,9 +78,11 @@ def write(
     inner_ref: Any = None if others is None else refs.pop(0)
     x_smem, v_smem, k_smem, s_smem, others_smem, filled, freed, others_filled, others_freed, *staging = refs
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
-    row, part = (f(item, jnp.int32(slices)) for f in (lax.div, lax.rem))
+    rest, share = (f(item, jnp.int32(slices)) for f in (lax.div, lax.rem))
+    row, number = (f(rest, jnp.int32(pieces.total)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
-    first = jnp.minimum(part * 2 * each, head_dim - 2 * each)  # the last block does again what fills it up
+    piece = pieces.at(number)
+    first = jnp.minimum(share * 2 * each, width - 2 * each)  # the last block does again what fills it up
 
     def chunk_of(i):
       return count - 1 - i if reverse else i
@@ -93,7 +107,7 @@ def write(
         @pl.when(thread == 0)
         def _():
           for n in range(2 * each):
-            plgpu.copy_gmem_to_smem(others_ref.at[b, head, c, first + n], others_smem.at[n], others_filled)
+            plgpu.copy_gmem_to_smem(others_ref.at[b, head, number, c, first + n], others_smem.at[n], others_filled)
 
       def multiply_with_others(states, c):
         plgpu.barrier_wait(others_filled)
@@ -101,14 +115,14 @@ def write(
           a = thread * each + n
           for m, other in enumerate((a, a ^ 1)):
             found = plgpu.load(others_smem.at[other], layout=WGMMA, optimized=False).astype(jnp.float32)
-            inner_ref[b, head, c, first + a, m] = (states[n] * found).sum(axis=1)
+            inner_ref[b, head, number, c, first + a, m] = (states[n] * found).sum(axis=1)
         plgpu.commit_smem()
         plgpu.barrier_arrive(others_freed)
 
       def advance(i, states):
         c = chunk_of(i)
         kept = decay_ref[b, head, c]  # early, for it comes from afar
-        store(states, lambda a: found_ref.at[b, head, c, a])
+        store(states, lambda a: found_ref.at[b, head, number, c, a])
         if others is not None:
 
           @pl.when(i > 0)  # after the last chunk there is no other state
@@ -148,17 +162,17 @@ def write(
         return accumulate(add, decayed, interpret)
 
       if initial_ref is None:
-        zeros = plgpu.layout_cast(jnp.zeros((value_dim, head_dim), jnp.float32), WGMMA)
+        zeros = plgpu.layout_cast(jnp.zeros((width, width), jnp.float32), WGMMA)
         states = (zeros,) * each
       else:  # times 1: to shard_map what was loaded varies over its axes, and what was computed does not
         states = tuple(
-          1 * plgpu.load(initial_ref.at[b, head, mine + n], layout=WGMMA, optimized=False) for n in range(each)
+          1 * plgpu.load(initial_ref.at[b, head, number, mine + n], layout=WGMMA, optimized=False) for n in range(each)
         )
       states = lax.fori_loop(0, jnp.int32(count), advance, states)
       if others is not None and count > 1:
         wait_if(thread == 0, others_freed)  # leave no arrival unseen
       for n in range(each):
-        final_ref[b, head, mine + n] = states[n]
+        final_ref[b, head, number, mine + n] = states[n]
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
@@ -171,10 +185,10 @@ def write(
         source = head * group + lax.div(n, jnp.int32(blocks))
         at = pl.ds((c * blocks + lax.rem(n, jnp.int32(blocks))) * ROWS, ROWS)
         wait_if(visited >= slots, freed.at[slot])
-        rows = pl.ds(first, 2 * each)
+        rows = pl.ds(piece.i * width + first, 2 * each)
         plgpu.copy_gmem_to_smem(x_ref.at[b, source, rows, at], x_smem.at[slot], filled.at[slot])
-        plgpu.copy_gmem_to_smem(v_ref.at[b, at, source], v_smem.at[slot], filled.at[slot])
-        plgpu.copy_gmem_to_smem(k_ref.at[b, at, source], k_smem.at[slot], filled.at[slot])
+        plgpu.copy_gmem_to_smem(v_ref.at[b, at, source, part(piece.u)], v_smem.at[slot], filled.at[slot])
+        plgpu.copy_gmem_to_smem(k_ref.at[b, at, source, part(piece.j)], k_smem.at[slot], filled.at[slot])
         return none
 
       total = count * visits
@@ -188,28 +202,28 @@ def write(
 
   scratch = [
     plgpu.SMEM((slots, 2 * each, ROWS), x.dtype),
-    shared((slots, ROWS, value_dim), v.dtype),
-    shared((slots, ROWS, head_dim), k.dtype),
-    shared((2, each, value_dim, head_dim), k.dtype),
-    plgpu.SMEM((1,), jnp.float32) if others is None else shared((2 * each, value_dim, head_dim), others.dtype),
+    shared((slots, ROWS, width), v.dtype),
+    shared((slots, ROWS, width), k.dtype),
+    shared((2, each, width, width), k.dtype),
+    plgpu.SMEM((1,), jnp.float32) if others is None else shared((2 * each, width, width), others.dtype),
     plgpu.Barrier(num_arrivals=3, num_barriers=slots),
     plgpu.Barrier(num_arrivals=2, num_barriers=slots),
     plgpu.Barrier(num_arrivals=2 * each),
     plgpu.Barrier(num_arrivals=2),
-    *((shared((2, value_dim, ROWS), v.dtype),) if interpret is not None else ()),
+    *((shared((2, width, ROWS), v.dtype),) if interpret is not None else ()),
   ]
-  shape = (head_dim, value_dim, head_dim)
+  shape = (batch, heads, pieces.total)
   outputs = [
-    jax.ShapeDtypeStruct((batch, heads, count, *shape), k.dtype),
-    jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32),
+    jax.ShapeDtypeStruct((*shape, count, width, width, width), k.dtype),
+    jax.ShapeDtypeStruct((*shape, width, width, width), jnp.float32),
   ]
   if others is not None:
-    outputs.append(jax.ShapeDtypeStruct((batch, heads, count, head_dim, 2, value_dim), jnp.float32))
+    outputs.append(jax.ShapeDtypeStruct((*shape, count, width, 2, width), jnp.float32))
   results = plgpu.kernel(
     kernel,
     out_type=outputs,
     scratch_types=scratch,
-    grid=(batch * heads * slices,),
+    grid=(batch * heads * pieces.total * slices,),
     grid_names=("block",),
     num_threads=3,
     thread_name="thread",
@@ -221,10 +235,10 @@ def write(
   return States(found, final, inner[0] if inner else None)
 
 
-def _coordinates(rows: int, head_dim: int) -> int:
+def _coordinates(rows: int) -> int:
   """How many coordinates a warpgroup owns: those with which the chip is done first."""
 
   def rounds(each: int) -> int:
-    return -(-rows * -(-head_dim // (2 * each)) // MULTIPROCESSORS) * each
+    return -(-rows * -(-STATE_WIDTH // (2 * each)) // MULTIPROCESSORS) * each
 
   return min((4, 3, 2), key=rounds)
