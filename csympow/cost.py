@@ -108,7 +108,7 @@ def platform() -> str:
 _KERNEL_FLOPS = 6.6e14
 _KERNEL_PASSES = 2
 _KERNEL_CHUNK = 1024
-_KERNEL_WITH_BACKWARD = {"attention": 4.4, "chunked": 3.15}
+_KERNEL_WITH_BACKWARD = {"attention": 4.4, "attention, wide": 6.4, "chunked": 3.15}  # of wide heads: two passes
 # Of the kernels on TPU, which have been compiled and counted but never timed: 60 % of a v5e's peak.
 _TPU_KERNEL_FLOPS = 1.2e14
 _TPU_WITH_BACKWARD = {"attention": 4.5, "chunked": 3.5}  # by products: 2 forward; 7 and 5 backward
@@ -159,7 +159,8 @@ def _attention(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
 
 def _attention_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   del chunk_size  # blocks have a size of their own
-  rest = (_KERNEL_FLOPS, _KERNEL_WITH_BACKWARD["attention"])
+  kind = "attention" if max(shape.head_dim, shape.value_dim) <= STATE_WIDTH else "attention, wide"
+  rest = (_KERNEL_FLOPS, _KERNEL_WITH_BACKWARD[kind])
   return _attention_by_kernels(shape, device, _round_up(shape.time, TILE), TILE, *rest)
 
 
