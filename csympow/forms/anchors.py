@@ -1,4 +1,4 @@
-"""Gradients of running totals, of gates and of a rotation, by kernels that carry a state from chunk to chunk.
+"""Gradients of running totals, of gates and of a rotation, where a state is carried from chunk to chunk, or in and out.
 
 They are sums over time whose rounding adds up. Between two chunks the sum is also known another way, from the state and
 its cotangent, and what the sum over a chunk misses of the difference is shared out over its tokens.

@@ -113,8 +113,8 @@ def _backward(
   pulls = kernels.pulls(x, inside.q, inside.k, rotation, power)
   dturns = jnp.add(*pulls.turns)
   inputs, decay = _span(saved.sequence)
-  pulled = jnp.zeros_like(dq[:, 0, :, 0, 0])
-  first, last, q_far, k_far, dmemory = pulled, pulled, jnp.zeros_like(inputs.q), jnp.zeros_like(inputs.k), None
+  nothing = jnp.zeros_like(dq[:, 0, :, 0, 0])
+  first, last, q_far, k_far, dmemory = nothing, nothing, jnp.zeros_like(inputs.q), jnp.zeros_like(inputs.k), None
   if dfinal is not None and saved.final is not None:
     last = inner(dfinal, saved.final)
     k_far, v_far = write_backward(dfinal, Written(inputs.k, inputs.v, decay.until_end), settings)

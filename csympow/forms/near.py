@@ -16,9 +16,9 @@ from csympow.forms.rotating import Rotation, angles, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients
-from kernels_pallas.gpu.copies import LEAST, MOST, Copy, copies
+from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.tiles import TILE
-from kernels_pallas.weights import LOG2E, SMALLEST
+from kernels_pallas.weights import LEAST, LOG2E, MOST, SMALLEST
 
 FLOAT16, BFLOAT16 = (5, 10), (8, 7)  # bits of exponent and mantissa
 _LARGEST = 128  # the exponent of the largest number

@@ -21,8 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.gpu.angles import Angles, along, quarter_turn, radians
 from kernels_pallas.gpu.tiles import ROWS, WGMMA, WIDTH, TokenTile, columns, down, shared, varying_as
-
-LEAST, MOST = -125, 125  # exponents: of 0 and what is as small, and of the largest that vectors are divided by
+from kernels_pallas.weights import LEAST, MOST
 
 
 class Copy(NamedTuple):
