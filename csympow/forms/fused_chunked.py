@@ -122,7 +122,7 @@ def _forward(
   added = gram.gram(keys.x, keys.k, None, *across.shape[1:], time_last=True, interpret=interpret)
   Z, final_Z = _scan(added, across, None if initial is None else initial.Z)
 
-  far = state_read.read(queries.x, queries.q, S.found, _pieces(Z), discounts.since_start, interpret=interpret)
+  far = state_read.read(queries.x, queries.q, S.found, _terms(Z), discounts.since_start, interpret=interpret)
   carried = attention_forward.Carried(*far)
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, final_Z) if return_final else None
@@ -169,10 +169,10 @@ def _backward(
   dZ, dinitial_Z = _scan(added, across, None if dfinal is None else dfinal.Z, reverse=True)
 
   transposed = functools.partial(state_read.read_transposed, interpret=interpret)
-  dq = transposed(queries.x, given.dy, saved.found, queries.q, _pieces(saved.Z), inside.q, w_scale=dnormaliser)
+  dq = transposed(queries.x, given.dy, saved.found, queries.q, _terms(saved.Z), inside.q, w_scale=dnormaliser)
   # With the very keys, discounted, that the states have, or queries' pulls and keys' would not cancel.
   assert keys.discounted is not None
-  dk = transposed(keys.x, x.v, dS.found, keys.discounted, _pieces(dZ), inside.k, scale=discounts.k_scale)
+  dk = transposed(keys.x, x.v, dS.found, keys.discounted, _terms(dZ), inside.k, scale=discounts.k_scale)
   dv = state_read.read_values(keys.x, keys.k, dS.found, inside.v, interpret=interpret)
 
   assert dS.inner is not None
@@ -211,13 +211,13 @@ def _discounts(exponents: near.Exponents, G: Total, chunk: int) -> _Discounts:
   )
 
 
-def _pieces(Z: Float[Array, "B H n d d"]) -> BFloat16[Array, "B H n pieces d d"]:
+def _terms(Z: Float[Array, "B H n d d"]) -> BFloat16[Array, "B H n terms d d"]:
   """Z as a sum of bfloat16s."""
-  pieces = []
-  for _ in range(state_read.PIECES):
-    pieces.append(near.rounded(Z, near.BFLOAT16))
-    Z = Z - pieces[-1]
-  return jnp.stack(pieces, axis=3).astype(jnp.bfloat16)
+  terms = []
+  for _ in range(state_read.TERMS):
+    terms.append(near.rounded(Z, near.BFLOAT16))
+    Z = Z - terms[-1]
+  return jnp.stack(terms, axis=3).astype(jnp.bfloat16)
 
 
 def _scan(

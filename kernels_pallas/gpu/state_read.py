@@ -8,7 +8,7 @@ place of the second q, S[a] the other way round, and Z q added. They go to what 
 
 A block of the grid owns 256 tokens of a chunk; states stream past. Features are not expanded: y times one column of x,
 in registers, is the left operand. A pair of coordinates of which one is in the first half and the other in the second
-is taken once, twice as heavy, unless S[a] stands the other way round. Z comes in pieces whose sum has more bits than
+is taken once, twice as heavy, unless S[a] stands the other way round. Z comes as terms whose sum has more bits than
 one, for the normaliser can be the small rest of large terms.
 
     warpgroups 0, 1   128 tokens each
@@ -41,7 +41,7 @@ from kernels_pallas.gpu.tiles import (
   wait_if,
 )
 
-PIECES = 2  # of Z
+TERMS = 2  # bfloat16s that Z is the sum of; and coordinates in a visit
 _SLOTS = 4  # of as many matrices each
 
 
@@ -55,7 +55,7 @@ class Found(NamedTuple):
 class _Options(NamedTuple):
   """What some reads have and others do not."""
 
-  Z: BFloat16[Array, "B H n pieces d d"] | None = None
+  Z: BFloat16[Array, "B H n terms d d"] | None = None
   w: BFloat16[Array, "B T Hq d"] | None = None  # what Z is multiplied by, if that is not asked for the normaliser
   w_scale: Float[Array, "B Hq T"] | None = None
   rows: Float[Array, "B T Hq _"] | None = None  # to be added, in the type of the sum; of the whole head, or the piece
@@ -66,7 +66,7 @@ def read(
   x: BFloat16[Array, "B Hq d T"],
   y: BFloat16[Array, "B T Hq d"],
   S: BFloat16[Array, "B H m n w w w"],
-  Z: BFloat16[Array, "B H n pieces d d"],
+  Z: BFloat16[Array, "B H n terms d d"],
   scale: Float[Array, "B Hq T"],
   *,
   interpret: Any = None,
@@ -86,7 +86,7 @@ def read_transposed(
   y: BFloat16[Array, "B T Hq dv"],
   S: BFloat16[Array, "B H m n w w w"],
   w: BFloat16[Array, "B T Hq d"],
-  Z: BFloat16[Array, "B H n pieces d d"],
+  Z: BFloat16[Array, "B H n terms d d"],
   rows: Float[Array, "B T Hq d"],
   *,
   w_scale: Float[Array, "B Hq T"] | None = None,
@@ -151,13 +151,13 @@ def _symmetric(
 
 
 def _normaliser(
-  y: BFloat16[Array, "B T Hq d"], Z: BFloat16[Array, "B H n pieces d d"], scale: Float[Array, "B Hq T"]
+  y: BFloat16[Array, "B T Hq d"], Z: BFloat16[Array, "B H n terms d d"], scale: Float[Array, "B Hq T"]
 ) -> Float[Array, "B Hq T"]:
   """Scale y . Z y, of wide heads by XLA."""
   batch, time, all_heads, head_dim = y.shape
   q = y.reshape(batch, Z.shape[2], -1, Z.shape[1], all_heads // Z.shape[1], head_dim)
   product = functools.partial(jnp.einsum, "bnthgd,bhnde->bnthge", q, preferred_element_type=jnp.float32)
-  Zq = sum(product(Z[:, :, :, piece]) for piece in range(PIECES))
+  Zq = sum(product(Z[:, :, :, term]) for term in range(TERMS))
   found: Array = jnp.sum(Zq * q.astype(jnp.float32), axis=-1).reshape(batch, time, all_heads)
   return jnp.moveaxis(found, 1, 2) * scale
 
@@ -186,16 +186,16 @@ def _read(
   columns = width if whole_only else width // 2
   halves = width // columns
   first = 0 if given.Z is None else 1  # visits to Z come before those to S
-  last_whole = first + columns // PIECES
-  visits = last_whole + (width - columns) // (halves * PIECES)
+  last_whole = first + columns // TERMS
+  visits = last_whole + (width - columns) // (halves * TERMS)
   finds_normaliser = given.Z is not None and not transposed
   f32 = jnp.float32
 
   def visited(n: Any, whole: bool) -> list[tuple[Any, int]]:
     """The coordinates a, and which columns of S[a], that come with visit n."""
     if whole:
-      return [((n - first) * PIECES + m, h) for m in range(PIECES) for h in range(halves)]
-    return [(columns + (n - last_whole) * halves * PIECES + m, 1) for m in range(halves * PIECES)]
+      return [((n - first) * TERMS + m, h) for m in range(TERMS) for h in range(halves)]
+    return [(columns + (n - last_whole) * halves * TERMS + m, 1) for m in range(halves * TERMS)]
 
   def kernel(x_ref, y_ref, s_ref, *more):
     refs = list(more)
@@ -245,7 +245,7 @@ def _read(
 
         def products(*sums):
           for left, u in zip(lefts, sums, strict=True):
-            for m in range(halves * PIECES):
+            for m in range(halves * TERMS):
               multiply(u, part_of(left, m % halves), operand(0, m))
           done_with(0)
           return tuple(u[...] for u in sums)
@@ -319,7 +319,7 @@ def _read(
         return pl.ds(h * columns, columns)
 
       if first:
-        for m in range(halves * PIECES):
+        for m in range(halves * TERMS):
           at = pl.ds(j * width + (m % halves) * columns, columns)
           of_Z = options.Z.at[b, source, c, m // halves, coordinates(i), at]
           fetch(of_Z, s_smem.at[0, m], filled.at[0])
@@ -350,11 +350,11 @@ def _read(
     plgpu.SMEM((width, STATE_TOKENS), x.dtype),
     shared((4, ROWS, width), y.dtype),
     plgpu.SMEM((1,), f32) if given.w is None else shared((4, ROWS, width), y.dtype),
-    shared((_SLOTS, halves * PIECES, width, columns), S.dtype),
+    shared((_SLOTS, halves * TERMS, width, columns), S.dtype),
     shared((4, ROWS, width), dtype),
     plgpu.SMEM((max(1, sum(wanted)), 4, ROWS), f32),
     plgpu.Barrier(num_arrivals=1 + 4 * (1 + sum(array is not None for array in given[1:]))),
-    plgpu.Barrier(num_arrivals=halves * PIECES, num_barriers=_SLOTS),
+    plgpu.Barrier(num_arrivals=halves * TERMS, num_barriers=_SLOTS),
     plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
     *((shared((2, ROWS, width // halves), y.dtype),) if interpret is not None else ()),
   ]
