@@ -304,3 +304,10 @@ def test_kernels_lower_under_vmap(chunk):
   gradient = jax.grad(lambda x: attend(case, chunk=chunk)(x, rest)["y"].astype(jnp.float32).sum())
   stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), x)
   assert_lowers(jax.vmap(gradient), stacked, *ATTENTION, *(() if chunk is None else STATES))
+
+
+@pytest.mark.parametrize("chunk", [None, slow(STATE_TOKENS)])
+def test_kernels_lower_where_integers_and_constants_have_64_bits(chunk):
+  case = Case(T=256, B=1, H=1, groups=2, d=64, dv=64, dtype="bfloat16", entry="attention")
+  with jax.enable_x64(True):
+    assert_lowers(*gradients(case, chunk), *ATTENTION, *(() if chunk is None else STATES))

@@ -260,7 +260,7 @@ def _at_ends(
 
   def of_one(state: Full | None, dstate: Full | None) -> Float[Array, "B H 1 d 2"]:
     if state is None or dstate is None:
-      return jnp.zeros((*saved.Z.shape[:2], 1, saved.Z.shape[-1], 2))
+      return jnp.zeros_like(saved.Z[:, :, :1, :, :2])
     S, dS = (pieces.joined(x)[:, :, None] for x in (state.S, dstate.S))
     return between(S, dS) + between(state.Z[:, :, None], dstate.Z[:, :, None])
 

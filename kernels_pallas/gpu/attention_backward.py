@@ -127,7 +127,7 @@ def _backward(
 
     def visit_near(visit, carry=None):
       """Visits the keys' own tile of queries, of each head: a visit has a number, a query head and a tile."""
-      return lax.fori_loop(0, group, lambda g, carry: visit(g, kv * group + g, n, carry), carry)
+      return lax.fori_loop(0, jnp.int32(group), lambda g, carry: visit(g, kv * group + g, n, carry), carry)
 
     def visit_far(visit, carry=None):
       """Visits all later tiles of queries that see the keys, of each head."""
@@ -136,7 +136,7 @@ def _backward(
         number, head = group + g * far - n - 1, kv * group + g
         return lax.fori_loop(n + 1, far_end, lambda m, carry: visit(number + m, head, m, carry), carry)
 
-      return of_head(0, carry) if group == 1 else lax.fori_loop(0, group, of_head, carry)
+      return of_head(0, carry) if group == 1 else lax.fori_loop(0, jnp.int32(group), of_head, carry)
 
     @pl.when(thread < 2)
     def compute():
