@@ -159,7 +159,9 @@ def _attention(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
 
 def _attention_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   del chunk_size  # blocks have a size of their own
-  kind = "attention" if max(shape.head_dim, shape.value_dim) <= STATE_WIDTH else "attention, wide"
+  kind, width = "attention", max(shape.head_dim, shape.value_dim)
+  if width > 64:  # then the narrower of keys and values is filled up
+    kind, shape = "attention, wide", dataclasses.replace(shape, head_dim=width, value_dim=width)
   rest = (_KERNEL_FLOPS, _KERNEL_WITH_BACKWARD[kind])
   return _attention_by_kernels(shape, device, _round_up(shape.time, TILE), TILE, *rest)
 

@@ -100,6 +100,13 @@ def test_crossovers_come_later_with_more_features(device, d):
   assert crossover(2, 32) <= crossover(2, d) <= crossover(2, 128)
 
 
+@pytest.mark.parametrize(("d", "dv"), [(32, 128), (128, 64)])
+def test_attention_by_kernels_pays_for_what_it_fills_up(d, dv):
+  options = {"device": "gpu", "form": "attention", "implementation": "pallas"}
+  assert explain(4096, d=d, dv=dv, **options).flops == explain(4096, d=128, **options).flops
+  assert explain(4096, d=32, dv=64, **options).flops < explain(4096, d=64, **options).flops
+
+
 def test_power_4_with_heads_of_64_stays_with_attention_below_a_million_tokens():
   for device in ("cpu", "gpu", "tpu"):
     assert explain(2**20, power=4, device=device).form == "attention"
