@@ -15,6 +15,7 @@ from csympow.forms import near
 from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
 from kernels_pallas.gpu import state_write
+from kernels_pallas.gpu.pieces import Piece, Pieces
 from kernels_pallas.gpu.tiles import STATE_TOKENS, TILE
 from tests import comparing
 from tests.comparing import Case, assert_results_close, cotangents, inputs
@@ -237,6 +238,17 @@ def gradients(case, chunk=None):
   return jax.grad(lambda x: run(x, rest)["y"].astype(jnp.float32).sum()), x
 
 
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_a_state_in_pieces_is_the_state(d, dv):
+  S, pieces = np.arange(2 * d * dv * d).reshape(1, 2, d, dv, d), Pieces.of(d, dv)
+  cut = pieces.cut(S)
+  np.testing.assert_array_equal(pieces.joined(cut), S)
+  for piece in itertools.starmap(Piece, itertools.product(*map(range, pieces))):
+    i, j, u = (slice(64 * n, 64 * n + 64) for n in piece)
+    np.testing.assert_array_equal(cut[:, :, pieces.number(piece)], S[:, :, i, u, j])
+    assert pieces.at(jnp.int32(pieces.number(piece))) == piece
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("each", [2, 3, 4])
 def test_states_do_not_depend_on_how_coordinates_are_shared_out(monkeypatch, each):
@@ -282,10 +294,10 @@ def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [slow(None), STATE_TOKENS])
-@pytest.mark.parametrize("entry", ["attention", slow("continued")])
-def test_kernels_lower_inside_shard_map(chunk, entry):
-  case = Case(T=256, B=2, H=1, d=64, dv=64, dtype="bfloat16", entry=entry)
+@pytest.mark.parametrize(("chunk", "dv"), [(None, 64), (STATE_TOKENS, 64), (STATE_TOKENS, 128)])
+@pytest.mark.parametrize("entry", ["attention", "continued"])
+def test_kernels_lower_inside_shard_map(chunk, entry, dv):
+  case = Case(T=256, B=2, H=1, d=64, dv=dv, dtype="bfloat16", entry=entry)
   mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
   x, rest = inputs(case)
   sharded = jax.shard_map(
