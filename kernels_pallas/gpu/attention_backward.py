@@ -115,6 +115,7 @@ def _backward(
   ):  # fmt: skip
     dq_ref, dk_ref, dv_ref, *scratch = more
     k_smem, rounded_k_smem, v_smem, *scratch = scratch
+    # In the end dq_smem is dk's, too.
     q_smem, rounded_q_smem, dy_smem, scale_smem, delta_smem, (ds_smem, dv_smem), dq_smem, *barriers = scratch
     k_filled, k_freed, folded_filled, *barriers = barriers
     q_filled, q_freed, ds_filled, ds_freed, dq_filled, dq_freed, *staging = barriers
@@ -156,7 +157,7 @@ def _backward(
       def free(visited):
         plgpu.barrier_arrive(q_freed.at[lax.rem(visited, jnp.int32(slots))])
 
-      def visit(keys, fetch, weigh, dk, dv):
+      def visit(place, fetch, weigh, dk, dv):
         def visit_tile(number, head, m, none):
           fetched = fetch(m)  # from afar, while queries come and products are under way
           for unit in range(_UNITS):
@@ -164,7 +165,7 @@ def _backward(
             plgpu.barrier_wait(q_filled.at[slot])
 
             def products(s, dp, slot=slot):
-              plgpu.wgmma(s, k_smem.at[keys, thread], q_smem.at[slot].transpose((1, 0)))
+              plgpu.wgmma(s, k_smem.at[place, thread], q_smem.at[slot].transpose((1, 0)))
               plgpu.wgmma(dp, v_smem.at[thread], dy_smem.at[slot].transpose((1, 0)))
               return s[...], dp[...]
 

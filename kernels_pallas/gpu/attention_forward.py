@@ -137,7 +137,7 @@ def forward(
 
       def far_tiles(m, count, carry):
         s, total, normaliser = carry
-        decays = [decay_ref[b, kv, m + n] for n in range(count)]
+        decays = [decay_ref[b, kv, m + later] for later in range(count)]
 
         def far_blocks(sums):
           now, summed = s, nothing

@@ -2,8 +2,8 @@
 
     Z_c = sum_j (weight_j x_j) k_j^T          j: the tokens of chunk c
 
-A block of the grid owns one chunk of one head. A weighted vector is two bfloat16s, or it would not be the same that a
-gradient is made of.
+A block of the grid owns one chunk of one head, and of wide heads 64 by 64 coordinates. A weighted vector is two
+bfloat16s, or it would not be the same that a gradient is made of.
 
     warpgroup 0   multiplies
     warpgroup 1   loads

@@ -2,8 +2,8 @@
 
     S[a] <- decay S[a] + sum_j (x_ja v_j)^T k_j         one matrix dv x d for each coordinate a of the key
 
-A block of the grid owns a few coordinates a of one head and walks the chunks in order, so that a state never leaves the
-registers but to be written, once, before its chunk begins. Features are not expanded: v^T times one row of x, in
+A block of the grid owns a few coordinates a of one piece and walks the chunks in order, so that a state never leaves
+the registers but to be written, once, before its chunk begins. Features are not expanded: v^T times one row of x, in
 registers, is the left operand.
 
     warpgroups 0, 1   some coordinates each
