@@ -191,7 +191,9 @@ def _chunked_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Pl
   head_dim, value_dim = (_round_up(width, STATE_WIDTH) for width in (shape.head_dim, shape.value_dim))
   numbers = head_dim**2 * value_dim  # of a state
   longer = head_dim * value_dim // STATE_WIDTH**2  # the larger a state, the longer it must last
-  chunk = min(chunk_size or longer * _KERNEL_CHUNK, _round_up(shape.time, STATE_TOKENS))
+  chunks = -(-shape.time // (longer * _KERNEL_CHUNK))  # of one size, so that little is filled up
+  chunk = min(chunk_size or -(-shape.time // chunks), shape.time)
+  chunk = _round_up(chunk, STATE_TOKENS)
   length = _round_up(shape.time, chunk)
   shape = dataclasses.replace(shape, head_dim=head_dim, value_dim=value_dim)
   inside, _, _ = _scores(shape, chunk, TILE)

@@ -107,6 +107,14 @@ def test_attention_by_kernels_pays_for_what_it_fills_up(d, dv):
   assert explain(4096, d=32, dv=64, **options).flops < explain(4096, d=64, **options).flops
 
 
+@pytest.mark.parametrize(("T", "d"), [(1, 64), (1100, 64), (4096, 64), (4100, 128), (8192, 128), (9000, 128)])
+def test_chunks_of_the_kernels_leave_little_to_fill_up(T, d):
+  chunk = explain(T, d=d, device="gpu", form="chunked", implementation="pallas").chunk_size
+  chunks = -(-T // chunk)
+  assert chunk % 256 == 0
+  assert chunks * chunk < T + chunks * 256
+
+
 def test_power_4_with_heads_of_64_stays_with_attention_below_a_million_tokens():
   for device in ("cpu", "gpu", "tpu"):
     assert explain(2**20, power=4, device=device).form == "attention"
