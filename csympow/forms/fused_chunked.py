@@ -275,7 +275,7 @@ def _at_ends(
 
 def _full(memory: Memory, head_dim: int) -> Full:
   first, second, weight = pairs(head_dim)
-  place = jnp.zeros((head_dim, head_dim), jnp.int32).at[first, second].set(jnp.arange(len(first)))
+  place = jnp.zeros((head_dim, head_dim), jnp.int32).at[first, second].set(jnp.arange(len(first), dtype=jnp.int32))
   place = jnp.maximum(place, place.T)
 
   def products(x: Float[Array, "B H D c"]) -> Float[Array, "B H d d c"]:
