@@ -111,6 +111,7 @@ _KERNEL_CHUNK = 1024
 _KERNEL_WITH_BACKWARD = {"attention": 4.4, "attention, wide": 6.4, "chunked": 3.15}  # of wide heads: two passes
 # Of the kernels on TPU, which have been compiled and counted but never timed: 60 % of a v5e's peak.
 _TPU_KERNEL_FLOPS = 1.2e14
+_TPU_KERNEL_PASSES = 3
 _TPU_WITH_BACKWARD = {"attention": 4.5, "chunked": 3.5}  # by products: 2 forward; 7 and 5 backward
 
 
@@ -162,22 +163,22 @@ def _attention_kernels(shape: Shape, chunk_size: int | None, device: Device) -> 
   kind, width = "attention", max(shape.head_dim, shape.value_dim)
   if width > 64:  # then the narrower of keys and values is filled up
     kind, shape = "attention, wide", dataclasses.replace(shape, head_dim=width, value_dim=width)
-  rest = (_KERNEL_FLOPS, _KERNEL_WITH_BACKWARD[kind])
+  rest = (_KERNEL_FLOPS, _KERNEL_PASSES, _KERNEL_WITH_BACKWARD[kind])
   return _attention_by_kernels(shape, device, _round_up(shape.time, TILE), TILE, *rest)
 
 
 def _attention_on_tpu(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   del chunk_size  # blocks have a size of their own
   block = block_size(shape.time)
-  rest = (_TPU_KERNEL_FLOPS, _TPU_WITH_BACKWARD["attention"])
+  rest = (_TPU_KERNEL_FLOPS, _TPU_KERNEL_PASSES, _TPU_WITH_BACKWARD["attention"])
   return _attention_by_kernels(shape, device, _round_up(shape.time, block), block, *rest)
 
 
 def _attention_by_kernels(
-  shape: Shape, device: Device, length: int, block: int, rate: float, with_backward: float
+  shape: Shape, device: Device, length: int, block: int, rate: float, passes: int, with_backward: float
 ) -> Plan:
   tile, (flops, _, _) = _tile(shape, length), _scores(shape, length, block)
-  traffic = _KERNEL_PASSES * _inputs(shape, length)
+  traffic = passes * _inputs(shape, length)
   seconds = flops / rate + traffic / device.bandwidth + 10 * device.latency
   if shape.needs_state:
     more_flops, more_traffic, steps = _state(shape, length, tile)
@@ -212,7 +213,7 @@ def _chunked_on_tpu(shape: Shape, chunk_size: int | None, device: Device) -> Pla
   length = _round_up(shape.time, chunk)
   inside, _, _ = _scores(shape, chunk, LANES)
   state = 2 * shape.batch * length * (shape.query_heads + shape.heads) * shape.features * shape.value_dim
-  flops, traffic = length // chunk * inside + state, _KERNEL_PASSES * _inputs(shape, length)
+  flops, traffic = length // chunk * inside + state, _TPU_KERNEL_PASSES * _inputs(shape, length)
   seconds = flops / _TPU_KERNEL_FLOPS + traffic / device.bandwidth + 10 * device.latency
   return Plan("chunked", chunk, LANES, chunk, flops, traffic, seconds, "pallas", _TPU_WITH_BACKWARD["chunked"])
 

@@ -165,6 +165,8 @@ def _visible(before: Total, end: Total, in_chunk: int) -> tuple[Int[Array, "B n 
   start = in_chunk * jnp.arange(count // in_chunk, dtype=jnp.int32)[:, None, None]
   first = start + jnp.sum(invisible, axis=3, dtype=jnp.int32)
   last = start + in_chunk - 1 - jnp.sum(invisible, axis=2, dtype=jnp.int32)
+  # No later one sees less far, whatever the gates: the backward kernel's turns rely on it, and would wait for ever.
+  last = jnp.max(jnp.where(jnp.tri(in_chunk, dtype=bool)[:, :, None], last[:, :, None], 0), axis=3)
   return first.reshape(batch, count, heads), last.reshape(batch, count, heads)
 
 

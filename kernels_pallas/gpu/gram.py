@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float
 
-from kernels_pallas.gpu.pieces import part
+from kernels_pallas.gpu.pieces import coordinates
 from kernels_pallas.gpu.tiles import ROWS, STATE_WIDTH, WGMMA, across, rounded, shared, varying_as, wait_if
 
 _SLOTS = 4
@@ -82,7 +82,7 @@ def gram(
 
       z_smem[...] = pl.run_scoped(add, plgpu.ACC((width, width), jnp.float32))
       plgpu.commit_smem()
-      plgpu.copy_smem_to_gmem(z_smem, z_ref.at[b, head, c, part(i), part(j)])
+      plgpu.copy_smem_to_gmem(z_smem, z_ref.at[b, head, c, coordinates(i), coordinates(j)])
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 1)
@@ -92,9 +92,9 @@ def gram(
         source = head * group + lax.div(n, jnp.int32(blocks))
         at = pl.ds((c * blocks + lax.rem(n, jnp.int32(blocks))) * ROWS, ROWS)
         wait_if(n >= _SLOTS, freed.at[slot])
-        vectors = x_ref.at[b, source, part(i), at] if time_last else x_ref.at[b, at, source, part(i)]
+        vectors = x_ref.at[b, source, coordinates(i), at] if time_last else x_ref.at[b, at, source, coordinates(i)]
         plgpu.copy_gmem_to_smem(vectors, x_smem.at[slot], filled.at[slot])
-        plgpu.copy_gmem_to_smem(k_ref.at[b, at, source, part(j)], k_smem.at[slot], filled.at[slot])
+        plgpu.copy_gmem_to_smem(k_ref.at[b, at, source, coordinates(j)], k_smem.at[slot], filled.at[slot])
         if weight is not None:
           plgpu.copy_gmem_to_smem(weight_ref.at[b, source, at], weight_smem.at[slot], filled.at[slot])
         return none

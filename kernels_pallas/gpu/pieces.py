@@ -63,6 +63,6 @@ class Pieces(NamedTuple):
     return parts.reshape(batch, heads, self.first * w, self.values * w, self.second * w)
 
 
-def part(n: Any) -> Any:
+def coordinates(n: Any) -> Any:
   """The n-th 64 coordinates."""
   return pl.ds(n * STATE_WIDTH, STATE_WIDTH)

@@ -27,8 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float
 
-from kernels_pallas.gpu.pieces import Piece, Pieces
-from kernels_pallas.gpu.pieces import part as coordinates
+from kernels_pallas.gpu.pieces import Piece, Pieces, coordinates
 from kernels_pallas.gpu.tiles import (
   ROWS,
   STATE_TOKENS,

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float
 
-from kernels_pallas.gpu.pieces import Pieces, part
+from kernels_pallas.gpu.pieces import Pieces, coordinates
 from kernels_pallas.gpu.tiles import (
   MULTIPROCESSORS,
   ROWS,
@@ -187,8 +187,8 @@ def write(
         wait_if(visited >= slots, freed.at[slot])
         rows = pl.ds(piece.i * width + first, 2 * each)
         plgpu.copy_gmem_to_smem(x_ref.at[b, source, rows, at], x_smem.at[slot], filled.at[slot])
-        plgpu.copy_gmem_to_smem(v_ref.at[b, at, source, part(piece.u)], v_smem.at[slot], filled.at[slot])
-        plgpu.copy_gmem_to_smem(k_ref.at[b, at, source, part(piece.j)], k_smem.at[slot], filled.at[slot])
+        plgpu.copy_gmem_to_smem(v_ref.at[b, at, source, coordinates(piece.u)], v_smem.at[slot], filled.at[slot])
+        plgpu.copy_gmem_to_smem(k_ref.at[b, at, source, coordinates(piece.j)], k_smem.at[slot], filled.at[slot])
         return none
 
       total = count * visits
