@@ -68,6 +68,8 @@ WIDE = [
   Case(T=1025, H=2, groups=3, d=128, dv=128, dtype="bfloat16", entry="attention"),
   Case(T=513, B=2, d=64, dv=128, gate="resets", segments="packed", dtype="bfloat16", entry="attention"),
   Case(T=700, H=3, d=128, dv=32, segments="padded", dtype="float16", entry="attention"),
+  Case(T=260, B=1, groups=2, d=32, dv=128, segments="packed", dtype="float16", entry="attention"),
+  Case(T=300, B=1, d=128, dv=64, gate="resets", dtype="bfloat16", entry="attention"),
   # The reference keeps every token's state.
   Case(T=280, B=1, H=1, d=128, dv=32, dtype="bfloat16", entry="prefill"),
   Case(T=130, B=1, H=1, groups=2, d=128, dv=128, gate="resets", dtype="bfloat16", entry="continued"),
