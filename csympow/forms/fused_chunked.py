@@ -188,6 +188,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _of_pieces(scale: Float[Array, "B H 1 1"]) -> Float[Array, "B H 1 1 1 1"]:
+  """For a state in pieces what `scale` is for Z."""
   return scale[..., None, None]
 
 

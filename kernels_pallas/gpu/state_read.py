@@ -14,7 +14,8 @@ one, for the normaliser can be the small rest of large terms.
     warpgroups 0, 1   128 tokens each
     warpgroup 2       loads
 
-Heads wider than 64 are read piece by piece, each launch adding to what the one before has found.
+Heads wider than 64 are read piece by piece, each launch adding to what the one before has found; their normaliser is
+XLA's.
 """
 
 import functools
@@ -77,7 +78,7 @@ def read(
   numerator, normaliser = _read(x, y, S, _Options(Z=Z, scale=scale), Piece(0, 0, 0), False, interpret)
   others = [Piece(0, 0, u) for u in range(1, pieces.values)]
   more = [_read(x, y, S, _Options(scale=scale), piece, False, interpret)[0] for piece in others]
-  return Found(jnp.concatenate([numerator, *more], axis=-1) if more else numerator, normaliser)
+  return Found(_side_by_side([numerator, *more]), normaliser)
 
 
 def read_transposed(
@@ -103,8 +104,7 @@ def read_transposed(
         (found,) = _read(x, y, S, given, Piece(i, j, u), True, interpret)
     return found
 
-  found = [of_columns(j) for j in range(pieces.second)]
-  return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
+  return _side_by_side([of_columns(j) for j in range(pieces.second)])
 
 
 def read_values(
@@ -145,8 +145,11 @@ def _symmetric(
     assert found is not None
     return found
 
-  found = [of_values(u) for u in range(pieces.values)]
-  return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
+  return _side_by_side([of_values(u) for u in range(pieces.values)])
+
+
+def _side_by_side(parts: list[Array]) -> Float[Array, "B T Hq _"]:
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
 def _normaliser(
