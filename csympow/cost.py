@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 
 from csympow.features import feature_dim
-from kernels_pallas.gpu.tiles import STATE_TOKENS, STATE_WIDTH, TILE
+from kernels_pallas.gpu.tiles import BLOCK, STATE_WIDTH, TILE
 from kernels_pallas.tpu.pairs import block_size
 from kernels_pallas.tpu.shifts import LANES, largest_chunk
 
@@ -164,7 +164,7 @@ def _attention_kernels(shape: Shape, chunk_size: int | None, device: Device) -> 
   if width > 64:  # then the narrower of keys and values is filled up
     kind, shape = "attention, wide", dataclasses.replace(shape, head_dim=width, value_dim=width)
   rest = (_KERNEL_FLOPS, _KERNEL_PASSES, _KERNEL_WITH_BACKWARD[kind])
-  return _attention_by_kernels(shape, device, _round_up(shape.time, TILE), TILE, *rest)
+  return _attention_by_kernels(shape, device, _round_up(shape.time, BLOCK), TILE, *rest)
 
 
 def _attention_on_tpu(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
@@ -194,7 +194,7 @@ def _chunked_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Pl
   longer = head_dim * value_dim // STATE_WIDTH**2  # the larger a state, the longer it must last
   chunks = -(-shape.time // (longer * _KERNEL_CHUNK))  # of one size, so that little is filled up
   chunk = min(chunk_size or -(-shape.time // chunks), shape.time)
-  chunk = _round_up(chunk, STATE_TOKENS)
+  chunk = _round_up(chunk, BLOCK)
   length = _round_up(shape.time, chunk)
   shape = dataclasses.replace(shape, head_dim=head_dim, value_dim=value_dim)
   inside, _, _ = _scores(shape, chunk, TILE)

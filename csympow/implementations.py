@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 
 from csympow import cost
 from kernels_pallas.gpu import step
-from kernels_pallas.gpu.tiles import STATE_TOKENS, TILE
+from kernels_pallas.gpu.tiles import BLOCK, TILE
 from kernels_pallas.tpu.shifts import LANES, largest_chunk
 
 _WIDTHS = (32, 64, 128)
@@ -84,8 +84,8 @@ def _why_no_kernel(
   else:
     if shape.power != 2:
       return f"has kernels for form='chunked' at power=2, got power={shape.power}"
-    if chunk_size is not None and chunk_size % STATE_TOKENS:
-      return f"has kernels for form='chunked' with a chunk_size of whole {STATE_TOKENS}s, got chunk_size={chunk_size}"
+    if chunk_size is not None and chunk_size % BLOCK:
+      return f"has kernels for form='chunked' with a chunk_size of whole {BLOCK}s, got chunk_size={chunk_size}"
   return None if _hopper() else _OTHER_GPU
 
 

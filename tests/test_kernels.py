@@ -16,7 +16,7 @@ from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
 from kernels_pallas.gpu import state_write
 from kernels_pallas.gpu.pieces import Piece, Pieces
-from kernels_pallas.gpu.tiles import STATE_TOKENS, TILE
+from kernels_pallas.gpu.tiles import BLOCK, TILE
 from tests import comparing
 from tests.comparing import Case, assert_results_close, cotangents, inputs
 
@@ -146,7 +146,7 @@ def test_the_fastest_implementation_is_taken_by_itself():
 def attend(case, interpret=None, chunk=None):
   """The op as `implementation="pallas"` runs it, wherever this is traced; the chunked form if `chunk` is given."""
   form = "attention" if chunk is None else "chunked"
-  settings = Settings(case.power, chunk or -(-case.T // TILE) * TILE, TILE, 64, "high", interpret=interpret)
+  settings = Settings(case.power, chunk or -(-case.T // BLOCK) * BLOCK, TILE, 64, "high", interpret=interpret)
   return comparing.by_kernels(case, form, settings)
 
 
@@ -308,7 +308,7 @@ def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chunk", "dv"), [(None, 64), (STATE_TOKENS, 64), (STATE_TOKENS, 128)])
+@pytest.mark.parametrize(("chunk", "dv"), [(None, 64), (BLOCK, 64), (BLOCK, 128)])
 @pytest.mark.parametrize("entry", ["attention", "continued"])
 def test_kernels_lower_inside_shard_map(chunk, entry, dv):
   case = Case(T=256, B=2, H=1, d=64, dv=dv, dtype="bfloat16", entry=entry)
@@ -323,7 +323,7 @@ def test_kernels_lower_inside_shard_map(chunk, entry, dv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [None, STATE_TOKENS])
+@pytest.mark.parametrize("chunk", [None, BLOCK])
 def test_kernels_lower_under_vmap(chunk):
   case = Case(T=256, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
   x, rest = inputs(case)
@@ -332,7 +332,7 @@ def test_kernels_lower_under_vmap(chunk):
   assert_lowers(jax.vmap(gradient), stacked, *ATTENTION, *(() if chunk is None else STATES))
 
 
-@pytest.mark.parametrize("chunk", [None, slow(STATE_TOKENS)])
+@pytest.mark.parametrize("chunk", [None, slow(BLOCK)])
 def test_kernels_lower_where_integers_and_constants_have_64_bits(chunk):
   case = Case(T=256, B=1, H=1, groups=2, d=64, dv=64, dtype="bfloat16", entry="attention")
   with jax.enable_x64(True):

@@ -41,6 +41,9 @@ from kernels_pallas.gpu.tiles import (
 )
 from kernels_pallas.weights import SMALLEST, even_power
 
+_BLOCKS = TILE // ROWS  # of keys in a tile
+_SLOTS = 4  # of keys and values, by blocks
+
 
 class Keys(NamedTuple):
   """Keys and gates as the kernels read them. Gates are logarithms to base 2, counted from the start of a tile."""
@@ -68,9 +71,9 @@ class Outputs(NamedTuple):
   normaliser: Float[Array, "B Hq T"]
 
 
-def block_of_keys(head_dim: int, value_dim: int) -> int:
-  """Keys in a block of scores: as many as registers and shared memory hold."""
-  return 128 if max(head_dim, value_dim) <= 64 else 64
+def warpgroups(head_dim: int, value_dim: int) -> int:
+  """That compute, of 64 queries each: as many as registers are enough for."""
+  return 4 if max(head_dim, value_dim) <= 64 else 2
 
 
 def forward(
@@ -84,46 +87,58 @@ def forward(
   save_low: bool,
   interpret: Any = None,
 ) -> Outputs:
-  """Attention over whole tiles of tokens, and what is carried; y in `dtype`."""
+  """Attention over whole blocks of queries, and what is carried; y in `dtype`."""
   batch, time, query_heads, head_dim = q.shape
   heads, value_dim = v.shape[2:]
-  group, columns = query_heads // heads, block_of_keys(head_dim, value_dim)
-  slots = 4 if head_dim + value_dim <= 128 else 3  # of keys and values
-  blocks, tiles = TILE // columns, time // TILE
+  group, computing = query_heads // heads, warpgroups(head_dim, value_dim)
+  pairs = computing // 2  # of warpgroups, whose queries are those of one tile
+  tiles = time // TILE // pairs
   wide = value_dim > 64  # there is no room for what wide heads carry
+  f32 = jnp.float32
 
   def kernel(q_ref, folded_ref, k_ref, v_ref, gate_ref, pull_ref, decay_ref, first_ref, *more):
     carried_refs, more = (None, more) if carried is None else (more[:2], more[2:])
     (y_ref, low_ref, normaliser_ref), scratch = (
       (more[:3], more[3:]) if save_low else ((more[0], None, more[1]), more[2:])
     )
-    q_smem, k_smem, v_smem, y_smem, low_smem, normaliser_smem, carried_smem, gate_smem, pull_smem, *barriers = scratch
+    (q_smem, y_smem), k_smem, v_smem, low_smem, normaliser_smem, carried_smem, gate_smem, pull_smem, *barriers = scratch
     q_filled, carried_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, n = place_in_grid(item, batch * query_heads, tiles)
     b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
-    kv, first_token = lax.div(head, jnp.int32(group)), n * TILE
-    first = first_ref[b, kv, n]
-    # Blocks of keys: from `start`, from `near` on in the queries' own tile.
-    start, near, stop = first * blocks, n * blocks, (n + 1) * blocks
+    kv, first_token, own = lax.div(head, jnp.int32(group)), n * TILE * pairs, n * pairs
+    first = first_ref[b, kv, own]
+    # Blocks of 64 keys in the order in which they come: folded ones of tiles from `first` on, those of the first tile
+    # of queries among them if there is a second; then plain ones of the queries' own tiles.
+    plain = (own - first + pairs - 1) * _BLOCKS
+    stop = plain + pairs * _BLOCKS
 
     def slot_of(j):
-      return lax.rem(j - start, jnp.int32(slots))
+      return lax.rem(j, jnp.int32(_SLOTS))
 
-    @pl.when(thread < 2)
+    @pl.when(thread < computing)
     def compute():
-      plgpu.set_max_registers(232, action="increase")
-
-      def gather(sums, weights, slot):
-        if staging:  # the interpreter's wgmma takes no operand from registers
-          staging[0][thread] = weights
-          plgpu.commit_smem()
-          weights = staging[0].at[thread]
-        plgpu.wgmma(sums, weights, v_smem.at[slot])
-
-      token = first_token + thread * ROWS
-      queries = q_smem.at[thread]
+      plgpu.set_max_registers({2: 232, 4: 112}[computing], action="increase")
+      pair, second = (f(thread, jnp.int32(2)) for f in (lax.div, lax.rem))
+      tile, near = own + pair, plain + pair * _BLOCKS
+      token, queries = first_token + thread * ROWS, q_smem.at[thread]
+      accumulator = plgpu.ACC((ROWS, value_dim), f32)
       plgpu.barrier_wait(q_filled)
+
+      def free(barriers, j, readers):
+        """Frees a slot on behalf of all warpgroups, of which so many read it."""
+        for _ in range(computing // readers):
+          plgpu.barrier_arrive(barriers.at[slot_of(j)])
+
+      def pass_by(start, stop):
+        """Sees blocks come that others read."""
+
+        def see(j, none):
+          plgpu.barrier_wait(k_filled.at[slot_of(j)])
+          plgpu.barrier_wait(v_filled.at[slot_of(j)])
+          return none
+
+        lax.fori_loop(start, stop, see, None)
 
       def scores(j):
         def product(s):
@@ -131,74 +146,84 @@ def forward(
           return s[...]
 
         plgpu.barrier_wait(k_filled.at[slot_of(j)])
-        s = pl.run_scoped(product, plgpu.ACC((ROWS, columns), jnp.float32))
-        plgpu.barrier_arrive(k_freed.at[slot_of(j)])
-        return s
+        return pl.run_scoped(product, plgpu.ACC((ROWS, ROWS), f32))
 
-      def far_tiles(m, count, carry):
-        s, total, normaliser = carry
-        decays = [decay_ref[b, kv, m + later] for later in range(count)]
+      def gather(sums, weights, j):
+        plgpu.barrier_wait(v_filled.at[slot_of(j)])
+        values = v_smem.at[slot_of(j)]
+        if not staging:
+          plgpu.wgmma(sums, weights, values)
+          return
 
-        def far_blocks(sums):
-          now, summed = s, nothing
-          for block in range(count * blocks):
-            j = m * blocks + block
-            plgpu.barrier_wait(k_filled.at[slot_of(j + 1)])
+        def product(added):
+          plgpu.wgmma(added, staging[0].at[thread], values)
+          return added[...]
 
-            def overlapped(following, j=j, later=block // blocks + 1, now=now, summed=summed):
-              plgpu.wgmma(following, queries, k_smem.at[slot_of(j + 1)].transpose((1, 0)))
-              plgpu.barrier_wait(v_filled.at[slot_of(j)])  # ptxas then issues the whole product before the powers
-              weights = even_power(now, power)
-              for decay in decays[later:]:
-                weights = weights * decay
-              summed = summed + weights.sum(axis=1)
-              gather(sums, weights.astype(v.dtype), slot_of(j))
-              return following[...], summed
+        # The interpreter's wgmma takes no operand from registers, and its accumulators cannot be multiplied.
+        staging[0][thread] = weights
+        plgpu.commit_smem()
+        sums[...] = sums[...] + pl.run_scoped(product, accumulator)
 
-            now, summed = pl.run_scoped(overlapped, plgpu.ACC((ROWS, columns), jnp.float32))
-            plgpu.barrier_arrive(k_freed.at[slot_of(j + 1)])
-            plgpu.barrier_arrive(v_freed.at[slot_of(j)])
-          return now, sums[...], summed
+      def far_tile(m, carry, sums):
+        normaliser, decay = carry
+        decay_of_next = decay_ref[b, kv, m + 1]
+        sums[...] = sums[...] * decay
+        normaliser = normaliser * decay
 
-        s, gathered, summed = pl.run_scoped(far_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
-        decay = functools.reduce(jnp.multiply, decays)
-        return s, total * decay + gathered, normaliser * decay + summed
+        def free_far(barriers, j):
+          free(barriers, j, computing)
+          if pairs > 1:
+            pl.when(m == own)(lambda: free(barriers, j, computing))
 
-      total = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), WGMMA)
-      normaliser = nothing = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
-      # By twos, where no scores are moved between registers: those of a turn are where the last turn left them.
-      pairs, odd = (f(n - first, jnp.int32(2)) for f in (lax.div, lax.rem))
-      carry = scores(start), total, normaliser
-      carry = lax.fori_loop(0, pairs, lambda i, carry: far_tiles(first + 2 * i, 2, carry), carry)
-      s, total, normaliser = lax.fori_loop(0, odd, lambda i, carry: far_tiles(n - 1, 1, carry), carry)
+        for block in range(_BLOCKS):
+          j = (m - first) * _BLOCKS + block
+          s = scores(j)
+          free_far(k_freed, j)
+          if block > 0:  # those products have come before the scores
+            free_far(v_freed, j - 1)
+          weights = even_power(s, power)
+          # The barrier: ptxas is short of registers if sums wait for products to be under way.
+          normaliser, weights = lax.optimization_barrier((normaliser + _by_eights(weights), weights.astype(v.dtype)))
+          gather(sums, weights, j)
+        plgpu.wgmma_wait(0)
+        free_far(v_freed, j)
+        return normaliser, decay_of_next
+
+      def near_block(block, normaliser, sums, masked):
+        j, first_key = near + block, pair * TILE + block * ROWS
+        s = scores(j)
+        pull = plgpu.load(pull_smem.at[pl.ds(first_key, ROWS)], layout=WGMMA.reduce(0), optimized=False)
+        exponent = down(gate, s.shape) - across(pull, s.shape)
+        if masked:
+          seen = index(s.shape, 1, jnp.int32(0)) <= index(s.shape, 0, jnp.int32(0))
+          exponent = jnp.where(seen, exponent, -jnp.inf)
+        weights = rounded(even_power(s, power) * jnp.exp2(exponent), v.dtype)
+        gather(sums, weights, j)
+        # Of the rounded weights, so that a row of one key gives that key's value exactly.
+        normaliser = normaliser + _by_eights(weights.astype(f32))
+        plgpu.wgmma_wait(0)
+        for barriers in (k_freed, v_freed):
+          free(barriers, j, 2)
+          pl.when(masked & (second == 1))(lambda barriers=barriers: free(barriers, j, 2))
+        return normaliser
+
+      def gathered(sums):
+        if staging:
+          sums[...] = jnp.zeros(sums.shape, f32)
+        normaliser = plgpu.layout_cast(jnp.zeros((ROWS, 8), f32), WGMMA)
+        carry = normaliser, decay_ref[b, kv, first]
+        normaliser, _ = lax.fori_loop(first, tile, lambda m, carry: far_tile(m, carry, sums), carry)
+        pass_by((tile - first) * _BLOCKS, near)
+        since_start = jnp.exp2(gate)
+        sums[...] = sums[...] * down(since_start, sums.shape)
+        normaliser = normaliser * down(since_start, normaliser.shape)
+        normaliser = lax.fori_loop(0, second, lambda _, x: near_block(0, x, sums, False), normaliser)
+        normaliser = near_block(second, normaliser, sums, True)
+        return sums[...], normaliser.sum(axis=1)
 
       rows = pl.ds(token, ROWS)
       gate = plgpu.load(gate_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
-      since_start = jnp.exp2(gate)
-      total, normaliser = total * down(since_start, total.shape), normaliser * since_start
-
-      def near_blocks(sums):
-        def add(block, s, normaliser):
-          slot, first_key = slot_of(near + block), block * columns
-          pull = plgpu.load(pull_smem.at[pl.ds(first_key, columns)], layout=WGMMA.reduce(0), optimized=False)
-          seen = index(s.shape, 1, first_key) <= index(s.shape, 0, thread * ROWS)
-          exponent = jnp.where(seen, down(gate, s.shape) - across(pull, s.shape), -jnp.inf)
-          weights = rounded(even_power(s, power) * jnp.exp2(exponent), v.dtype)
-          plgpu.barrier_wait(v_filled.at[slot])
-          gather(sums, weights, slot)
-          # Of the rounded weights, so that a row of one key gives that key's value exactly.
-          normaliser = normaliser + weights.astype(jnp.float32).sum(axis=1)
-          plgpu.wgmma_wait(0)
-          plgpu.barrier_arrive(v_freed.at[slot])
-          return normaliser
-
-        summed = add(0, s, normaliser)
-        for block in range(1, blocks):
-          summed = add(block, scores(near + block), summed)
-        return sums[...], summed
-
-      gathered, normaliser = pl.run_scoped(near_blocks, plgpu.ACC((ROWS, value_dim), jnp.float32))
-      total = total + gathered
+      total, normaliser = gathered(staging[1].at[thread]) if staging else pl.run_scoped(gathered, accumulator)
       if carried_refs is not None:
         source = carried_refs[0].at[b, rows, head] if wide else carried_smem.at[thread]
         if not wide:
@@ -216,68 +241,71 @@ def forward(
       y_smem[thread] = high
       normaliser_smem[thread] = normaliser
       if save_low:
-        low_smem[thread] = (y - high.astype(jnp.float32)).astype(jnp.bfloat16)
+        low_smem[thread] = (y - high.astype(f32)).astype(jnp.bfloat16)
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(y_smem.at[thread], y_ref.at[b, rows, head])
       plgpu.copy_smem_to_gmem(normaliser_smem.at[thread], normaliser_ref.at[b, head, rows])
       if save_low:
         plgpu.copy_smem_to_gmem(low_smem.at[thread], low_ref.at[b, rows, head])
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      pass_by(near + second + 1, stop)
 
-    @pl.when(thread == 2)
+    @pl.when(thread == computing)
     def load():
-      plgpu.set_max_registers(40, action="decrease")
-      plgpu.copy_gmem_to_smem(pull_ref.at[b, kv, pl.ds(first_token, TILE)], pull_smem, q_filled)
-      for w in range(2):
-        rows = q_ref.at[b, pl.ds(first_token + w * ROWS, ROWS), head]
-        plgpu.copy_gmem_to_smem(rows, q_smem.at[w], q_filled)
-        gates = gate_ref.at[b, kv, pl.ds(first_token + w * ROWS, ROWS)]
-        plgpu.copy_gmem_to_smem(gates, gate_smem.at[w], q_filled)
+      plgpu.set_max_registers(24, action="decrease")
+      plgpu.copy_gmem_to_smem(pull_ref.at[b, kv, pl.ds(first_token, TILE * pairs)], pull_smem, q_filled)
+      for w in range(computing):
+        rows = pl.ds(first_token + w * ROWS, ROWS)
+        plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[w], q_filled)
+        plgpu.copy_gmem_to_smem(gate_ref.at[b, kv, rows], gate_smem.at[w], q_filled)
         if carried_refs is not None and not wide:
-          rows = carried_refs[0].at[b, pl.ds(first_token + w * ROWS, ROWS), head]
-          plgpu.copy_gmem_to_smem(rows, carried_smem.at[w], carried_filled)
+          plgpu.copy_gmem_to_smem(carried_refs[0].at[b, rows, head], carried_smem.at[w], carried_filled)
 
-      def copy(keys_ref):
+      def copy(keys_ref, first_block):
         def step(j, none):
-          slot, rows = slot_of(j), pl.ds(j * columns, columns)
-          wait_if(j - start >= slots, k_freed.at[slot])
+          slot, rows = slot_of(j), pl.ds((first_block + j) * ROWS, ROWS)
+          wait_if(j >= _SLOTS, k_freed.at[slot])
           plgpu.copy_gmem_to_smem(keys_ref.at[b, rows, kv], k_smem.at[slot], k_filled.at[slot])
-          wait_if(j - start >= slots, v_freed.at[slot])
+          wait_if(j >= _SLOTS, v_freed.at[slot])
           plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv], v_smem.at[slot], v_filled.at[slot])
           return none
 
         return step
 
-      lax.fori_loop(start, near, copy(folded_ref), None)
-      lax.fori_loop(near, stop, copy(k_ref), None)
+      lax.fori_loop(0, plain, copy(folded_ref, first * _BLOCKS), None)
+      lax.fori_loop(plain, stop, copy(k_ref, own * _BLOCKS - plain), None)
 
       def settle(j, none):  # leave no arrival unseen
         plgpu.barrier_wait(k_freed.at[slot_of(j)])
         plgpu.barrier_wait(v_freed.at[slot_of(j)])
         return none
 
-      lax.fori_loop(jnp.maximum(stop - slots, start), stop, settle, None)
+      lax.fori_loop(jnp.maximum(stop - _SLOTS, 0), stop, settle, None)
 
-  f32 = jnp.float32
   y_shape = (batch, time, query_heads, value_dim)
   outputs = [jax.ShapeDtypeStruct(y_shape, dtype), jax.ShapeDtypeStruct((batch, query_heads, time), f32)]
   if save_low:
     outputs.insert(1, jax.ShapeDtypeStruct(y_shape, jnp.bfloat16))
-  filled, freed = plgpu.Barrier(num_barriers=slots), plgpu.Barrier(num_arrivals=2, num_barriers=slots)
+  filled, freed = plgpu.Barrier(num_barriers=_SLOTS), plgpu.Barrier(num_arrivals=computing, num_barriers=_SLOTS)
+  q_memory, y_memory = shared((computing, ROWS, head_dim), q.dtype), shared((computing, ROWS, value_dim), dtype)
+  # A warpgroup's outputs where its queries were.
+  in_place = interpret is None and head_dim == value_dim and jnp.dtype(dtype).itemsize == 2
+  staging = (
+    [] if interpret is None else [shared((computing, ROWS, n), t) for n, t in ((ROWS, v.dtype), (value_dim, f32))]
+  )
   scratch = [
-    shared((2, ROWS, head_dim), q.dtype),
-    shared((slots, columns, head_dim), q.dtype),
-    shared((slots, columns, value_dim), v.dtype),
-    shared((2, ROWS, value_dim), dtype),
-    shared((2, ROWS, value_dim), jnp.bfloat16) if save_low else plgpu.SMEM((1,), f32),
-    plgpu.SMEM((2, ROWS), f32),
-    plgpu.SMEM((1,), f32) if carried is None or wide else shared((2, ROWS, value_dim), f32),
-    plgpu.SMEM((2, ROWS), f32),
-    plgpu.SMEM((TILE,), f32),
-    plgpu.Barrier(num_arrivals=5),
-    plgpu.Barrier(num_arrivals=2),
+    plgpu.RefUnion(q_memory, y_memory) if in_place else (q_memory, y_memory),
+    shared((_SLOTS, ROWS, head_dim), q.dtype),
+    shared((_SLOTS, ROWS, value_dim), v.dtype),
+    shared((computing, ROWS, value_dim), jnp.bfloat16) if save_low else plgpu.SMEM((1,), f32),
+    plgpu.SMEM((computing, ROWS), f32),
+    plgpu.SMEM((1,), f32) if carried is None or wide else shared((computing, ROWS, value_dim), f32),
+    plgpu.SMEM((computing, ROWS), f32),
+    plgpu.SMEM((TILE * pairs,), f32),
+    plgpu.Barrier(num_arrivals=1 + 2 * computing),
+    plgpu.Barrier(num_arrivals=computing),
     *(filled, freed) * 2,
-    *((shared((2, ROWS, columns), v.dtype),) if interpret is not None else ()),
+    *(staging if interpret is not None else ()),
   ]
   results = plgpu.kernel(
     kernel,
@@ -285,7 +313,7 @@ def forward(
     scratch_types=scratch,
     grid=(tiles * batch * query_heads,),
     grid_names=("block",),
-    num_threads=3,
+    num_threads=computing + 1,
     thread_name="thread",
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
@@ -293,3 +321,8 @@ def forward(
   )(q, *keys[:2], v, *keys[2:], *(() if carried is None else carried))
   results = varying_as(q, results)
   return Outputs(*results) if save_low else Outputs(results[0], None, results[1])
+
+
+def _by_eights(weights: Float[Array, "rows columns"]) -> Float[Array, "rows 8"]:
+  """Their sum over every eighth column, which needs no other thread."""
+  return functools.reduce(jnp.add, (weights[:, n : n + 8] for n in range(0, weights.shape[1], 8)))

@@ -30,8 +30,8 @@ from jaxtyping import Array, BFloat16, Float
 
 from kernels_pallas.gpu.pieces import Piece, Pieces, coordinates
 from kernels_pallas.gpu.tiles import (
+  BLOCK,
   ROWS,
-  STATE_TOKENS,
   STATE_WIDTH,
   WGMMA,
   accumulate,
@@ -182,7 +182,7 @@ def _read(
   width, pieces = STATE_WIDTH, _pieces(x, S)
   place = None if pieces.total == 1 else jnp.asarray([*piece, pieces.number(piece)], jnp.int32)
   rows_of_piece = given.rows is not None and given.rows.shape[-1] == width
-  group, tiles, in_chunk = all_heads // heads, time // STATE_TOKENS, time // count // STATE_TOKENS
+  group, tiles, in_chunk = all_heads // heads, time // BLOCK, time // count // BLOCK
   # Matrices come by columns, all of them or half: of the last matrices only the second half is needed.
   whole_only = transposed or piece.i != piece.j
   columns = width if whole_only else width // 2
@@ -212,7 +212,7 @@ def _read(
     c, source = lax.div(tile, jnp.int32(in_chunk)), lax.div(head, jnp.int32(group))
 
     def tokens(part):
-      return pl.ds(tile * STATE_TOKENS + part * ROWS, ROWS)
+      return pl.ds(tile * BLOCK + part * ROWS, ROWS)
 
     @pl.when(thread < 2)
     def compute():
@@ -304,7 +304,7 @@ def _read(
       fetch = plgpu.copy_gmem_to_smem
       i, j, u, number = (0,) * 4 if place is None else (place_ref[n] for n in range(4))
       of_y, of_rows = (u, j) if transposed else (j, u)
-      fetch(x_ref.at[b, head, coordinates(i), pl.ds(tile * STATE_TOKENS, STATE_TOKENS)], x_smem, here)
+      fetch(x_ref.at[b, head, coordinates(i), pl.ds(tile * BLOCK, BLOCK)], x_smem, here)
       for part in range(4):
         fetch(y_ref.at[b, tokens(part), head, coordinates(of_y)], y_smem.at[part], here)
         for source_ref, n, target in (
@@ -349,7 +349,7 @@ def _read(
   wanted = [given.w_scale is not None, given.scale is not None, finds_normaliser]
   places = [sum(wanted[: n + 1]) - 1 for n in range(3)]
   scratch = [
-    plgpu.SMEM((width, STATE_TOKENS), x.dtype),
+    plgpu.SMEM((width, BLOCK), x.dtype),
     shared((4, ROWS, width), y.dtype),
     plgpu.SMEM((1,), f32) if given.w is None else shared((4, ROWS, width), y.dtype),
     shared((_SLOTS, halves * TERMS, width, columns), S.dtype),
