@@ -264,9 +264,9 @@ def test_a_state_in_pieces_is_the_state(d, dv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("each", [2, 3, 4])
-def test_states_do_not_depend_on_how_coordinates_are_shared_out(monkeypatch, each):
-  monkeypatch.setattr(state_write, "_coordinates", lambda *sizes: each)
+@pytest.mark.parametrize("shares", state_write._SHARES)
+def test_states_do_not_depend_on_how_coordinates_are_shared_out(monkeypatch, shares):
+  monkeypatch.setattr(state_write, "_shares", lambda *sizes: shares)
   random = np.random.default_rng(0)
   x = jnp.asarray(random.normal(size=(1, 2, 64, 128)), jnp.bfloat16)
   v, k = (jnp.asarray(random.normal(size=(1, 128, 2, 64)), jnp.bfloat16) for _ in range(2))

@@ -112,8 +112,9 @@ def _forward(
   exponents = near.exponents(tokens)
   discounts = _discounts(exponents, G, settings.chunk)
   of_k = _of_keys(discounts)[:2]
-  x, q_copies, k_copies = near.operands_and_copies(tokens, G, exponents, _of_queries(None), of_k, settings)
-  queries, keys = _Queries(*q_copies), _Keys(*k_copies)
+  of_q = _of_queries(None)[1:]  # the other is made of x.q as it is read
+  x, (time_last,), k_copies = near.operands_and_copies(tokens, G, exponents, of_q, of_k, settings)
+  keys = _Keys(*k_copies)
   scale = near.state_scale(x.top)
   if initial is not None:
     initial = Full(initial.S / _of_pieces(scale), initial.Z / scale)
@@ -122,7 +123,7 @@ def _forward(
   added = gram.gram(keys.x, keys.k, None, *across.shape[1:], time_last=True, interpret=interpret)
   Z, final_Z = _scan(added, across, None if initial is None else initial.Z)
 
-  far = state_read.read(queries.x, queries.q, S.found, _terms(Z), discounts.since_start, interpret=interpret)
+  far = state_read.read(time_last, x.q, S.found, _terms(Z), discounts.since_start, interpret=interpret)
   carried = attention_forward.Carried(*far)
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, final_Z) if return_final else None

@@ -17,6 +17,7 @@ what is left of dS_ij s_ij, and of dS_ij times the angle between q_i and k_j, wh
 the same rounded dS, q and k, and whoever needs those gradients must take them with q and k rounded to bfloat16.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -115,10 +116,8 @@ def _backward(
   ):  # fmt: skip
     dq_ref, dk_ref, dv_ref, *scratch = more
     k_smem, rounded_k_smem, v_smem, *scratch = scratch
-    # In the end dq_smem is dk's, too.
-    q_smem, rounded_q_smem, dy_smem, scale_smem, delta_smem, (ds_smem, dv_smem), dq_smem, *barriers = scratch
-    k_filled, k_freed, folded_filled, *barriers = barriers
-    q_filled, q_freed, ds_filled, ds_freed, dq_filled, dq_freed, *staging = barriers
+    q_smem, rounded_q_smem, dy_smem, scale_smem, delta_smem, (ds_smem, dq_smem), *barriers = scratch
+    k_filled, k_freed, folded_filled, q_filled, q_freed, ds_filled, dq_filled, dq_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, n = place_in_grid(item, batch * heads, tiles)
     b, kv = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
@@ -126,9 +125,11 @@ def _backward(
     far = far_end - n - 1  # tiles of queries of each head, after the keys' own
     turns: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, query_heads, tiles))) if ordered else None
 
-    def visit_near(visit, carry=None):
+    visits = group * (1 + far)
+
+    def visit_near(visit, carry=None, start=0):
       """Visits the keys' own tile of queries, of each head: a visit has a number, a query head and a tile."""
-      return lax.fori_loop(0, jnp.int32(group), lambda g, carry: visit(g, kv * group + g, n, carry), carry)
+      return lax.fori_loop(start, jnp.int32(group), lambda g, carry: visit(g, kv * group + g, n, carry), carry)
 
     def visit_far(visit, carry=None):
       """Visits all later tiles of queries that see the keys, of each head."""
@@ -157,20 +158,38 @@ def _backward(
       def free(visited):
         plgpu.barrier_arrive(q_freed.at[lax.rem(visited, jnp.int32(slots))])
 
-      def visit(place, fetch, weigh, dk, dv):
+      def product(dq, buffer):
+        for w in range(2):
+          plgpu.wgmma(dq, ds_smem.at[buffer, thread, w].transpose((1, 0)), rounded_k_smem.at[w])
+
+      def hand_over(dq, buffer):
+        dq_smem[buffer, thread] = dq
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(dq_filled)
+
+      def visit(place, fetch, weigh, dk, dv, first=False):
         def visit_tile(number, head, m, none):
           fetched = fetch(m)  # from afar, while queries come and products are under way
+          buffer = lax.rem(number, jnp.int32(2))
           for unit in range(_UNITS):
             slot = lax.rem(number * _UNITS + unit, jnp.int32(slots))
             plgpu.barrier_wait(q_filled.at[slot])
+            # The dQ of the visit before, so that neither warpgroup waits for the other's dS.
+            late = unit == 0 and not first
 
-            def products(s, dp, slot=slot):
+            def products(s, dp, *dq, slot=slot, late=late):
               plgpu.wgmma(s, k_smem.at[place, thread], q_smem.at[slot].transpose((1, 0)))
-              plgpu.wgmma(dp, v_smem.at[thread], dy_smem.at[slot].transpose((1, 0)))
-              return s[...], dp[...]
+              plgpu.wgmma(dp, values, dy_smem.at[slot].transpose((1, 0)))
+              if late:
+                plgpu.barrier_wait(ds_filled)
+                product(dq[0], 1 - buffer)
+              return s[...], dp[...], *(sums[...] for sums in dq)
 
             square = plgpu.ACC((ROWS, ROWS), f32)
-            s, dp = pl.run_scoped(products, square, square)
+            s, dp, *dq = pl.run_scoped(products, square, square, *(plgpu.ACC((ROWS, k_wide), f32),) * late)
+            if late:
+              wait_if(number > 1, dq_freed)  # this visit's buffer
+              hand_over(dq[0], 1 - buffer)
             given = plgpu.load(scale_smem.at[slot], layout=WGMMA.reduce(0))
             scale, fold = weigh(fetched, given, unit, s.shape)
             slopes = slope(s, scale, power)
@@ -178,29 +197,15 @@ def _backward(
             ds = slopes * (dp - across(plgpu.load(delta_smem.at[slot], layout=WGMMA.reduce(0)), s.shape))
             ds = (ds if fold is None else ds * fold).astype(half)
 
-            if unit == 0:
-              wait_if(number > 0, ds_freed)
-            else:  # the products of the unit before have come before these
+            if unit > 0:  # the products of the unit before have come before these
               free(number * _UNITS)
-            ds_smem[unit, thread] = ds
+            ds_smem[buffer, unit, thread] = ds
             plgpu.commit_smem()
             multiply(dv, weights, dy_smem.at[slot, :, ours[1]])
             multiply(dk, ds, rounded_q_smem.at[slot])
           plgpu.barrier_arrive(ds_filled)
-          plgpu.barrier_wait(ds_filled)
-
-          def product(dq):
-            for w in range(2):
-              plgpu.wgmma(dq, ds_smem.at[thread, w].transpose((1, 0)), rounded_k_smem.at[w])
-            return dq[...]
-
-          dq = pl.run_scoped(product, plgpu.ACC((ROWS, k_wide), f32))
-          plgpu.barrier_arrive(ds_freed)
+          plgpu.wgmma_wait(0)  # ptxas gives the registers of left operands to the next visit's
           free(number * _UNITS + 1)
-          wait_if(number > 0, dq_freed)
-          dq_smem[thread] = dq
-          plgpu.commit_smem()
-          plgpu.barrier_arrive(dq_filled)
           return none
 
         return visit_tile
@@ -225,8 +230,16 @@ def _backward(
         discount = jnp.exp2(((before[0] - end[0]) + (before[1] - end[1])) * LOG2E)
         return across(discounted * discount, shape), down(fold, shape)
 
+      # In registers: shared memory is busier than the matrix unit.
+      values = v_smem.at[thread]
+      if value_dim == v_wide and not staging:
+        values = plgpu.load(values, layout=WGMMA, optimized=False)
+
       def gradients(dk, dv):
-        visit_near(visit(0, lambda m: None, near_weigh, dk, dv))
+        near = functools.partial(visit, 0, lambda m: None, near_weigh, dk, dv)
+        near(first=True)(jnp.int32(0), kv * group, n, None)
+        if group > 1:
+          visit_near(near(), start=1)
         if wide:
           plgpu.barrier_arrive(k_freed)
         plgpu.barrier_wait(folded_filled)
@@ -236,13 +249,22 @@ def _backward(
       accumulators = plgpu.ACC((ROWS, k_wide), f32), plgpu.ACC((ROWS, v_wide), f32)
       dk, dv = pl.run_scoped(gradients, *accumulators)
 
+      def last_product(dq):
+        product(dq, buffer)
+        return dq[...]
+
+      buffer = lax.rem(visits - 1, jnp.int32(2))
+      plgpu.barrier_wait(ds_filled)
+      last_dq = pl.run_scoped(last_product, plgpu.ACC((ROWS, k_wide), f32))
+      wait_if(visits > 1, dq_freed)  # no phase of it may pass unseen
+      hand_over(last_dq, buffer)
       plgpu.barrier_wait(dq_freed)
-      dq_smem[thread] = dk
-      plgpu.barrier_wait(ds_freed)
-      dv_smem[thread] = dv.astype(half)
+      dq_smem[0, thread] = dk
+      dv_smem = v_smem.at[thread] if value_dim == v_wide else ds_smem.at[1, 0, thread]
+      dv_smem[...] = dv.astype(half)
       plgpu.commit_smem()
-      plgpu.copy_smem_to_gmem(dq_smem.at[thread], dk_ref.at[b, here, kv])
-      plgpu.copy_smem_to_gmem(dv_smem.at[thread], dv_ref.at[b, here, kv])
+      plgpu.copy_smem_to_gmem(dq_smem.at[0, thread], dk_ref.at[b, here, kv])
+      plgpu.copy_smem_to_gmem(dv_smem, dv_ref.at[b, here, kv])
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
@@ -285,8 +307,8 @@ def _backward(
         plgpu.barrier_wait(q_freed.at[lax.rem(visited, jnp.int32(slots))])
         return none
 
-      visits = group * (1 + far) * _UNITS
-      lax.fori_loop(jnp.maximum(visits - slots, 0), visits, settle, None)
+      units = visits * _UNITS
+      lax.fori_loop(jnp.maximum(units - slots, 0), units, settle, None)
 
     @pl.when(thread == 3)
     def add():
@@ -296,22 +318,23 @@ def _backward(
         plgpu.semaphore_signal(turns.at[b, head, m], 1, memory_scope="gpu")
 
       def add_tile(number, head, m, last):
+        buffer = lax.rem(number, jnp.int32(2))
         plgpu.barrier_wait(dq_filled)
         if ordered:
           plgpu.semaphore_wait(turns.at[b, head, m], m - n, decrement=False, memory_scope="gpu")
         for unit in range(_UNITS):
           at = pl.ds(m * TILE + unit * ROWS, ROWS)
           if not ordered:
-            plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[n, b, at, head])
+            plgpu.copy_smem_to_gmem(dq_smem.at[buffer, unit], dq_ref.at[n, b, at, head])
             continue
 
           @pl.when(m == n)
           def _(unit=unit, at=at):
-            plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[b, at, head])
+            plgpu.copy_smem_to_gmem(dq_smem.at[buffer, unit], dq_ref.at[b, at, head])
 
           @pl.when(m > n)
           def _(unit=unit, at=at):
-            plgpu.copy_smem_to_gmem(dq_smem.at[unit], dq_ref.at[b, at, head], reduction_op="add")
+            plgpu.copy_smem_to_gmem(dq_smem.at[buffer, unit], dq_ref.at[b, at, head], reduction_op="add")
 
         if ordered:  # the turn is passed on when the copies of the tile before are complete
 
@@ -329,8 +352,9 @@ def _backward(
       if ordered:
         pass_on(*last)
 
-  # The interpreter takes memory that is used twice for one thing, and would see races in it.
-  one_after_another = plgpu.RefUnion if interpret is None else lambda *refs: refs
+  # A warpgroup's dQ lies where the dS were that it is made of. The interpreter would see races in that.
+  in_place = interpret is None and k_wide == ROWS
+  ds_memory, dq_memory = shared((2, _UNITS, 2, ROWS, ROWS), half, k_wide), shared((2, _UNITS, ROWS, k_wide), f32)
   scratch = [
     shared((1 + folded, 2, ROWS, head_dim), rows.q.dtype),
     shared((2, ROWS, k_wide), half),
@@ -340,14 +364,13 @@ def _backward(
     shared((slots, ROWS, value_dim), half),
     plgpu.SMEM((slots, ROWS), f32),
     plgpu.SMEM((slots, ROWS), f32),
-    one_after_another(shared((_UNITS, 2, ROWS, ROWS), half, k_wide), shared((2, ROWS, v_wide), half)),
-    shared((_UNITS, ROWS, k_wide), f32),
+    plgpu.RefUnion(ds_memory, dq_memory) if in_place else (ds_memory, dq_memory),
     plgpu.Barrier(num_arrivals=4),
     plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=5, num_barriers=slots),
     plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-    *(plgpu.Barrier(num_arrivals=2),) * 3,
+    *(plgpu.Barrier(num_arrivals=2),) * 2,
     plgpu.Barrier(num_arrivals=1),
   ]
   if interpret is not None:

@@ -173,7 +173,7 @@ def forward(
         def free_far(barriers, j):
           free(barriers, j, computing)
           if pairs > 1:
-            pl.when(m == own)(lambda: free(barriers, j, computing))
+            pl.when(m == own)(functools.partial(free, barriers, j, computing))  # half of them read it
 
         for block in range(_BLOCKS):
           j = (m - first) * _BLOCKS + block
@@ -204,7 +204,8 @@ def forward(
         plgpu.wgmma_wait(0)
         for barriers in (k_freed, v_freed):
           free(barriers, j, 2)
-          pl.when(masked & (second == 1))(lambda barriers=barriers: free(barriers, j, 2))
+          if masked:  # the second block has one reader
+            pl.when(second == 1)(functools.partial(free, barriers, j, 2))
         return normaliser
 
       def gathered(sums):

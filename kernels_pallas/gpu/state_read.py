@@ -11,8 +11,8 @@ in registers, is the left operand. A pair of coordinates of which one is in the 
 is taken once, twice as heavy, unless S[a] stands the other way round. Z comes as terms whose sum has more bits than
 one, for the normaliser can be the small rest of large terms.
 
-    warpgroups 0, 1   128 tokens each
-    warpgroup 2       loads
+    warpgroups 0 to 3   64 tokens each
+    warpgroup 4         loads
 
 Heads wider than 64 are read piece by piece, each launch adding to what the one before has found; their normaliser is
 XLA's.
@@ -43,6 +43,7 @@ from kernels_pallas.gpu.tiles import (
 
 TERMS = 2  # bfloat16s that Z is the sum of; and coordinates in a visit
 _SLOTS = 4  # of as many matrices each
+_COMPUTING = BLOCK // ROWS  # warpgroups
 
 
 class Found(NamedTuple):
@@ -64,17 +65,17 @@ class _Options(NamedTuple):
 
 def read(
   x: BFloat16[Array, "B Hq d T"],
-  y: BFloat16[Array, "B T Hq d"],
+  y: Float[Array, "B T Hq d"],
   S: BFloat16[Array, "B H m n w w w"],
   Z: BFloat16[Array, "B H n terms d d"],
   scale: Float[Array, "B Hq T"],
   *,
   interpret: Any = None,
 ) -> Found:
-  """The sums over all that the chunk's state holds; x is y, time last."""
+  """The sums over all that the chunk's state holds; x is y, time last, which may have another type of 16 bits."""
   pieces = _pieces(x, S)
   if pieces.first > 1:
-    return Found(_symmetric(x, y, S, None, scale, interpret), _normaliser(y, Z, scale))
+    return Found(_symmetric(x, y, S, None, scale, interpret), _normaliser(y.astype(x.dtype), Z, scale))
   numerator, normaliser = _read(x, y, S, _Options(Z=Z, scale=scale), Piece(0, 0, 0), False, interpret)
   others = [Piece(0, 0, u) for u in range(1, pieces.values)]
   more = [_read(x, y, S, _Options(scale=scale), piece, False, interpret)[0] for piece in others]
@@ -128,7 +129,7 @@ def _pieces(x: BFloat16[Array, "B Hq d T"], S: BFloat16[Array, "B H m n w w w"])
 
 def _symmetric(
   x: BFloat16[Array, "B Hq d T"],
-  y: BFloat16[Array, "B T Hq d"],
+  y: Float[Array, "B T Hq d"],
   S: BFloat16[Array, "B H m n w w w"],
   rows: Float[Array, "B T Hq dv"] | None,
   scale: Float[Array, "B Hq T"] | None,
@@ -166,7 +167,7 @@ def _normaliser(
 
 def _read(
   x: BFloat16[Array, "B Hq d T"],
-  y: BFloat16[Array, "B T Hq _"],
+  y: Float[Array, "B T Hq _"],
   S: BFloat16[Array, "B H m n w w w"],
   given: _Options,
   piece: Piece,
@@ -204,7 +205,7 @@ def _read(
     options: Any = _Options(*(None if array is None else refs.pop(0) for array in given))
     place_ref: Any = None if place is None else refs.pop(0)
     outputs = [refs.pop(0) for _ in range(results)]
-    x_smem, y_smem, w_smem, s_smem, out_smem, vectors_smem, here, filled, freed, *staging = refs
+    x_smem, (y_smem, rounded_smem), w_smem, s_smem, out_smem, vectors_smem, here, filled, freed, *staging = refs
     w_scale_smem, scale_smem, normaliser_smem = (vectors_smem.at[max(0, n)] for n in places)
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, tile = (f(item, jnp.int32(tiles)) for f in (lax.div, lax.rem))
@@ -214,10 +215,9 @@ def _read(
     def tokens(part):
       return pl.ds(tile * BLOCK + part * ROWS, ROWS)
 
-    @pl.when(thread < 2)
+    @pl.when(thread < _COMPUTING)
     def compute():
-      plgpu.set_max_registers(232, action="increase")
-      parts = (2 * thread, 2 * thread + 1)
+      plgpu.set_max_registers(112, action="increase")
 
       def multiply(sums, left, right):
         if staging:  # the interpreter's wgmma takes no operand from registers
@@ -242,40 +242,40 @@ def _read(
       def part_of(y, h):
         return y if halves == 1 else y[:, h * columns : (h + 1) * columns]
 
-      def times_Z(lefts):
-        plgpu.barrier_wait(filled.at[0])
-
-        def products(*sums):
-          for left, u in zip(lefts, sums, strict=True):
-            for m in range(halves * TERMS):
-              multiply(u, part_of(left, m % halves), operand(0, m))
+      def times_Z(left):
+        def products(sums):
+          for m in range(halves * TERMS):
+            multiply(sums, part_of(left, m % halves), operand(0, m))
           done_with(0)
-          return tuple(u[...] for u in sums)
+          return sums[...]
 
-        return pl.run_scoped(products, *(plgpu.ACC((ROWS, width), f32),) * 2)
+        plgpu.barrier_wait(filled.at[0])
+        return pl.run_scoped(products, plgpu.ACC((ROWS, width), f32))
 
       plgpu.barrier_wait(here)
-      rows = [plgpu.load(y_smem.at[part], layout=WGMMA, optimized=False) for part in parts]
-      zeros = plgpu.layout_cast(jnp.zeros((ROWS, width), f32), WGMMA)
-      sums: tuple[Array, ...] = (zeros, zeros)
+      y = plgpu.load(y_smem.at[thread], layout=WGMMA, optimized=False)
+      if y.dtype != x.dtype:
+        # By way of memory, or ptxas would keep the two halves of each register apart.
+        rounded_smem[thread] = y.astype(f32).astype(x.dtype)
+        y = plgpu.load(rounded_smem.at[thread], layout=WGMMA, optimized=False)
+      initial = plgpu.layout_cast(jnp.zeros((ROWS, width), f32), WGMMA)
       if options.w is not None:
-        sums = times_Z([plgpu.load(w_smem.at[part], layout=WGMMA, optimized=False) for part in parts])
+        initial = times_Z(plgpu.load(w_smem.at[thread], layout=WGMMA, optimized=False))
         if options.w_scale is not None:
-          sums = tuple(u * down(along(w_scale_smem.at[part]), u.shape) for u, part in zip(sums, parts, strict=True))
+          initial = initial * down(along(w_scale_smem.at[thread]), initial.shape)
       elif finds_normaliser:
-        for y, u, part in zip(rows, times_Z(rows), parts, strict=True):
-          normaliser_smem[part] = (u * y.astype(f32)).sum(axis=1) * along(scale_smem.at[part])
+        normaliser = (times_Z(y) * y.astype(f32)).sum(axis=1)
+        normaliser_smem[thread] = normaliser * along(scale_smem.at[thread])
 
-      def gather(*sums):
+      def gather(sums):
         def visit(n, none, *, whole):
           slot = lax.rem(n, jnp.int32(_SLOTS))
           plgpu.barrier_wait(filled.at[slot])
           for m, (a, h) in enumerate(visited(n, whole)):
-            for y, z, part in zip(rows, sums, parts, strict=True):
-              factor, left = along(x_smem.at[a, pl.ds(part * ROWS, ROWS)]), part_of(y, h)
-              if not transposed and (whole_only or (whole and h == 1)):  # for (b, a), too, which does not come
-                factor = factor + factor
-              multiply(z, left * down(factor, left.shape), operand(slot, m))
+            factor, left = along(x_smem.at[a, pl.ds(thread * ROWS, ROWS)]), part_of(y, h)
+            if not transposed and (whole_only or (whole and h == 1)):  # for (b, a), too, which does not come
+              factor = factor + factor
+            multiply(sums, left * down(factor, left.shape), operand(slot, m))
           done_with(slot)
           return none
 
@@ -283,29 +283,27 @@ def _read(
         if last_whole < visits:
           lax.fori_loop(last_whole, jnp.int32(visits), functools.partial(visit, whole=False), None)
 
-      sums = accumulate(gather, sums, interpret)
-      for z, part in zip(sums, parts, strict=True):
-        if options.scale is not None:
-          z = z * down(along(scale_smem.at[part]), z.shape)
-        if options.rows is not None:
-          z = z + plgpu.load(out_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
-        out_smem[part] = z.astype(out_smem.dtype)
+      (z,) = accumulate(gather, (initial,), interpret)
+      if options.scale is not None:
+        z = z * down(along(scale_smem.at[thread]), z.shape)
+      if options.rows is not None:
+        z = z + plgpu.load(out_smem.at[thread], layout=WGMMA, optimized=False).astype(f32)
+      out_smem[thread] = z.astype(out_smem.dtype)
       plgpu.commit_smem()
-      for part in parts:
-        plgpu.copy_smem_to_gmem(out_smem.at[part], outputs[0].at[b, tokens(part), head])
-        if finds_normaliser:
-          plgpu.copy_smem_to_gmem(normaliser_smem.at[part], outputs[1].at[b, head, tokens(part)])
+      plgpu.copy_smem_to_gmem(out_smem.at[thread], outputs[0].at[b, tokens(thread), head])
+      if finds_normaliser:
+        plgpu.copy_smem_to_gmem(normaliser_smem.at[thread], outputs[1].at[b, head, tokens(thread)])
       plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(thread == 2)
+    @pl.when(thread == _COMPUTING)
     def load():
-      plgpu.set_max_registers(40, action="decrease")
+      plgpu.set_max_registers(24, action="decrease")
 
       fetch = plgpu.copy_gmem_to_smem
       i, j, u, number = (0,) * 4 if place is None else (place_ref[n] for n in range(4))
       of_y, of_rows = (u, j) if transposed else (j, u)
       fetch(x_ref.at[b, head, coordinates(i), pl.ds(tile * BLOCK, BLOCK)], x_smem, here)
-      for part in range(4):
+      for part in range(_COMPUTING):
         fetch(y_ref.at[b, tokens(part), head, coordinates(of_y)], y_smem.at[part], here)
         for source_ref, n, target in (
           (options.w, i, w_smem),
@@ -348,17 +346,18 @@ def _read(
   # Numbers of tokens in shared memory: those that scale, and the normalisers found.
   wanted = [given.w_scale is not None, given.scale is not None, finds_normaliser]
   places = [sum(wanted[: n + 1]) - 1 for n in range(3)]
+  of_rows = [shared((_COMPUTING, ROWS, width), dtype) for dtype in (y.dtype, x.dtype)]
   scratch = [
     plgpu.SMEM((width, BLOCK), x.dtype),
-    shared((4, ROWS, width), y.dtype),
-    plgpu.SMEM((1,), f32) if given.w is None else shared((4, ROWS, width), y.dtype),
+    plgpu.RefUnion(*of_rows) if interpret is None else of_rows,
+    plgpu.SMEM((1,), f32) if given.w is None else of_rows[0],
     shared((_SLOTS, halves * TERMS, width, columns), S.dtype),
-    shared((4, ROWS, width), dtype),
-    plgpu.SMEM((max(1, sum(wanted)), 4, ROWS), f32),
-    plgpu.Barrier(num_arrivals=1 + 4 * (1 + sum(array is not None for array in given[1:]))),
+    shared((_COMPUTING, ROWS, width), dtype),
+    plgpu.SMEM((max(1, sum(wanted)), _COMPUTING, ROWS), f32),
+    plgpu.Barrier(num_arrivals=1 + _COMPUTING * (1 + sum(array is not None for array in given[1:]))),
     plgpu.Barrier(num_arrivals=halves * TERMS, num_barriers=_SLOTS),
-    plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
-    *((shared((2, ROWS, width // halves), y.dtype),) if interpret is not None else ()),
+    plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_SLOTS),
+    *((shared((_COMPUTING, ROWS, width // halves), x.dtype),) if interpret is not None else ()),
   ]
   found = plgpu.kernel(
     kernel,
@@ -366,7 +365,7 @@ def _read(
     scratch_types=scratch,
     grid=(batch * all_heads * tiles,),
     grid_names=("block",),
-    num_threads=3,
+    num_threads=_COMPUTING + 1,
     thread_name="thread",
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,

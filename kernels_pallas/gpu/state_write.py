@@ -6,8 +6,8 @@ A block of the grid owns a few coordinates a of one piece and walks the chunks i
 the registers but to be written, once, before its chunk begins. Features are not expanded: v^T times one row of x, in
 registers, is the left operand.
 
-    warpgroups 0, 1   some coordinates each
-    warpgroup 2       loads
+    2 to 4 warpgroups   some coordinates each
+    the last one        loads
 """
 
 from typing import Any, NamedTuple
@@ -31,6 +31,9 @@ from kernels_pallas.gpu.tiles import (
   varying_as,
   wait_if,
 )
+
+# Warpgroups that compute, and the coordinates of each: with more of them registers would not be enough.
+_SHARES = ((2, 4), (3, 2), (4, 1))
 
 
 class States(NamedTuple):
@@ -66,8 +69,9 @@ def write(
   heads, count = decay.shape[1:]
   pieces, width = Pieces.of(head_dim, v.shape[3]), STATE_WIDTH
   group, blocks = all_heads // heads, time // count // ROWS  # blocks of tokens in a chunk
-  each = _coordinates(batch * heads * pieces.total)
-  visits, slices = group * blocks, -(-width // (2 * each))
+  computing, each = _shares(batch * heads * pieces.total)
+  owned = computing * each  # coordinates of a block of the grid
+  visits, slices = group * blocks, -(-width // owned)
   slots = 6 if others is None else 4
 
   def kernel(x_ref, v_ref, k_ref, decay_ref, *more):
@@ -82,14 +86,14 @@ def write(
     row, number = (f(rest, jnp.int32(pieces.total)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
     piece = pieces.at(number)
-    first = jnp.minimum(share * 2 * each, width - 2 * each)  # the last block does again what fills it up
+    first = jnp.minimum(share * owned, width - owned)  # the last block does again what fills it up
 
     def chunk_of(i):
       return count - 1 - i if reverse else i
 
-    @pl.when(thread < 2)
+    @pl.when(thread < computing)
     def compute():
-      plgpu.set_max_registers(232, action="increase")
+      plgpu.set_max_registers({2: 232, 3: 160, 4: 112}[computing], action="increase")
       mine = first + thread * each
 
       def store(states, target):
@@ -102,11 +106,11 @@ def write(
           plgpu.copy_smem_to_gmem(s_smem.at[thread, n], target(mine + n))
 
       def fetch_others(c):
-        """Both warpgroups' by the first, for a pair of coordinates can be shared between the two."""
+        """All warpgroups' by the first."""
 
         @pl.when(thread == 0)
         def _():
-          for n in range(2 * each):
+          for n in range(owned):
             plgpu.copy_gmem_to_smem(others_ref.at[b, head, number, c, first + n], others_smem.at[n], others_filled)
 
       def multiply_with_others(states, c):
@@ -175,9 +179,9 @@ def write(
         final_ref[b, head, number, mine + n] = states[n]
       plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(thread == 2)
+    @pl.when(thread == computing)
     def load():
-      plgpu.set_max_registers(40, action="decrease")
+      plgpu.set_max_registers(24, action="decrease")
 
       def copy(visited, none):
         slot = lax.rem(visited, jnp.int32(slots))
@@ -185,7 +189,7 @@ def write(
         source = head * group + lax.div(n, jnp.int32(blocks))
         at = pl.ds((c * blocks + lax.rem(n, jnp.int32(blocks))) * ROWS, ROWS)
         wait_if(visited >= slots, freed.at[slot])
-        rows = pl.ds(piece.i * width + first, 2 * each)
+        rows = pl.ds(piece.i * width + first, owned)
         plgpu.copy_gmem_to_smem(x_ref.at[b, source, rows, at], x_smem.at[slot], filled.at[slot])
         plgpu.copy_gmem_to_smem(v_ref.at[b, at, source, coordinates(piece.u)], v_smem.at[slot], filled.at[slot])
         plgpu.copy_gmem_to_smem(k_ref.at[b, at, source, coordinates(piece.j)], k_smem.at[slot], filled.at[slot])
@@ -201,16 +205,16 @@ def write(
       lax.fori_loop(max(0, total - slots), jnp.int32(total), settle, None)
 
   scratch = [
-    plgpu.SMEM((slots, 2 * each, ROWS), x.dtype),
+    plgpu.SMEM((slots, owned, ROWS), x.dtype),
     shared((slots, ROWS, width), v.dtype),
     shared((slots, ROWS, width), k.dtype),
-    shared((2, each, width, width), k.dtype),
-    plgpu.SMEM((1,), jnp.float32) if others is None else shared((2 * each, width, width), others.dtype),
+    shared((computing, each, width, width), k.dtype),
+    plgpu.SMEM((1,), jnp.float32) if others is None else shared((owned, width, width), others.dtype),
     plgpu.Barrier(num_arrivals=3, num_barriers=slots),
-    plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-    plgpu.Barrier(num_arrivals=2 * each),
-    plgpu.Barrier(num_arrivals=2),
-    *((shared((2, width, ROWS), v.dtype),) if interpret is not None else ()),
+    plgpu.Barrier(num_arrivals=computing, num_barriers=slots),
+    plgpu.Barrier(num_arrivals=owned),
+    plgpu.Barrier(num_arrivals=computing),
+    *((shared((computing, width, ROWS), v.dtype),) if interpret is not None else ()),
   ]
   shape = (batch, heads, pieces.total)
   outputs = [
@@ -225,7 +229,7 @@ def write(
     scratch_types=scratch,
     grid=(batch * heads * pieces.total * slices,),
     grid_names=("block",),
-    num_threads=3,
+    num_threads=computing + 1,
     thread_name="thread",
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
@@ -235,10 +239,11 @@ def write(
   return States(found, final, inner[0] if inner else None)
 
 
-def _coordinates(rows: int) -> int:
-  """How many coordinates a warpgroup owns: those with which the chip is done first."""
+def _shares(rows: int) -> tuple[int, int]:
+  """Those with which the chip is done first."""
 
-  def rounds(each: int) -> int:
-    return -(-rows * -(-STATE_WIDTH // (2 * each)) // MULTIPROCESSORS) * each
+  def rounds(shares: tuple[int, int]) -> int:
+    owned = shares[0] * shares[1]
+    return -(-rows * -(-STATE_WIDTH // owned) // MULTIPROCESSORS) * owned
 
-  return min((4, 3, 2), key=rounds)
+  return min(_SHARES, key=rounds)
