@@ -119,14 +119,16 @@ def _forward(
   if initial is not None:
     initial = Full(initial.S / _of_pieces(scale), initial.Z / scale)
   across = discounts.across
-  S = state_write.write(keys.x, x.v, keys.k, across, None if initial is None else initial.S, interpret=interpret)
+  symmetric = not save and Pieces.of(q.shape[-1], x.v.shape[-1]).total == 1  # gradients read all of a state
+  start = None if initial is None else initial.S
+  S = state_write.write(keys.x, x.v, keys.k, across, start, symmetric=symmetric, interpret=interpret)
   added = gram.gram(keys.x, keys.k, None, *across.shape[1:], time_last=True, interpret=interpret)
   Z, final_Z = _scan(added, across, None if initial is None else initial.Z)
 
   far = state_read.read(time_last, x.q, S.found, _terms(Z), discounts.since_start, interpret=interpret)
   carried = attention_forward.Carried(*far)
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
-  final = Full(S.final, final_Z) if return_final else None
+  final = Full(_mirrored(S.final) if symmetric else S.final, final_Z) if return_final else None
   saved = _Saved(x, G, rotation, initial, S.found, Z, final, y, far.normaliser >= 0)
   result = None if final is None else Full(final.S * _of_pieces(scale), final.Z * scale)
   return (y.high.reshape(*q.shape[:-1], -1), result), saved
@@ -191,6 +193,12 @@ _attend.defvjp(_forward, _backward)
 def _of_pieces(scale: Float[Array, "B H 1 1"]) -> Float[Array, "B H 1 1 1 1"]:
   """For a state in pieces what `scale` is for Z."""
   return scale[..., None, None]
+
+
+def _mirrored(S: Float[Array, "B H m w w w"]) -> Float[Array, "B H m w w w"]:
+  """All of a symmetric state, of which a part was written."""
+  half = S.shape[-1] // 2
+  return S.at[..., half:, :, :half].set(jnp.swapaxes(S[..., :half, :, half:], -1, -3))
 
 
 def _of_queries(factor: Float[Array, "B Hq T"] | None) -> tuple[Copy, Copy]:

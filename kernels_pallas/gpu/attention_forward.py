@@ -213,7 +213,7 @@ def forward(
           sums[...] = jnp.zeros(sums.shape, f32)
         normaliser = plgpu.layout_cast(jnp.zeros((ROWS, 8), f32), WGMMA)
         carry = normaliser, decay_ref[b, kv, first]
-        normaliser, _ = lax.fori_loop(first, tile, lambda m, carry: far_tile(m, carry, sums), carry)
+        normaliser, _ = lax.fori_loop(0, tile - first, lambda i, carry: far_tile(first + i, carry, sums), carry)
         pass_by((tile - first) * _BLOCKS, near)
         since_start = jnp.exp2(gate)
         sums[...] = sums[...] * down(since_start, sums.shape)

@@ -33,7 +33,8 @@ from kernels_pallas.gpu.tiles import (
 )
 
 # Warpgroups that compute, and the coordinates of each: with more of them registers would not be enough.
-_SHARES = ((2, 4), (3, 2), (4, 1))
+# Of whole states, and of symmetric ones, where each has as many of both halves.
+_SHARES = {1: ((2, 4), (3, 2), (4, 1)), 2: ((2, 4), (3, 2), (2, 2))}
 
 
 class States(NamedTuple):
@@ -57,22 +58,28 @@ def write(
   *,
   others: BFloat16[Array, "B H m n w w w"] | None = None,
   reverse: bool = False,
+  symmetric: bool = False,
   interpret: Any = None,
 ) -> States:
   """Scans over the chunks, from the last to the first if `reverse`; several heads may share a state.
 
   The discount until the chunk is left is in `x`. `others`, for a reverse scan, are the states that the forward one
-  found, to take inner products with.
+  found, to take inner products with. If `symmetric`, of the second half of the coordinates only the second half of the
+  columns is computed and written: the rest of S[a] is in those of the first half. Only for heads of one piece.
   """
   assert others is None or reverse
   batch, all_heads, head_dim, time = x.shape
   heads, count = decay.shape[1:]
   pieces, width = Pieces.of(head_dim, v.shape[3]), STATE_WIDTH
   group, blocks = all_heads // heads, time // count // ROWS  # blocks of tokens in a chunk
-  computing, each = _shares(batch * heads * pieces.total)
-  owned = computing * each  # coordinates of a block of the grid
-  visits, slices = group * blocks, -(-width // owned)
+  assert not symmetric or (others is None and pieces.total == 1)
+  halves = 2 if symmetric else 1
+  computing, each = _shares(batch * heads * pieces.total, halves)
+  # A block of the grid owns so many coordinates of each half, a warpgroup `in_half`.
+  owned, in_half, half_of = computing * each // halves, each // halves, width // halves
+  visits, slices = group * blocks, -(-half_of // owned)
   slots = 6 if others is None else 4
+  columns = [width - half * half_of for half in range(halves)]  # that are computed, the last ones
 
   def kernel(x_ref, v_ref, k_ref, decay_ref, *more):
     refs = list(more)
@@ -80,13 +87,15 @@ def write(
     initial_ref, others_ref = (None if array is None else refs.pop(0) for array in (initial, others))
     found_ref, final_ref = refs.pop(0), refs.pop(0)
     inner_ref: Any = None if others is None else refs.pop(0)
-    x_smem, v_smem, k_smem, s_smem, others_smem, filled, freed, others_filled, others_freed, *staging = refs
+    x_smem, v_smem, k_smem, *refs = refs
+    s_smem, refs = refs[:halves], refs[halves:]
+    others_smem, filled, freed, others_filled, others_freed, *staging = refs
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     rest, share = (f(item, jnp.int32(slices)) for f in (lax.div, lax.rem))
     row, number = (f(rest, jnp.int32(pieces.total)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
     piece = pieces.at(number)
-    first = jnp.minimum(share * owned, width - owned)  # the last block does again what fills it up
+    first = jnp.minimum(share * owned, half_of - owned)  # the last block does again what fills it up
 
     def chunk_of(i):
       return count - 1 - i if reverse else i
@@ -94,16 +103,20 @@ def write(
     @pl.when(thread < computing)
     def compute():
       plgpu.set_max_registers({2: 232, 3: 160, 4: 112}[computing], action="increase")
-      mine = first + thread * each
+      mine = [(half, thread * in_half + n) for half in range(halves) for n in range(in_half)]  # and in the block
+
+      def part(ref, half, n):
+        """What is computed of one of the block's coordinates."""
+        return ref.at[half * half_of + first + n, :, pl.ds(half * half_of, columns[half])]
 
       def store(states, target):
         """Leaves a copy of the states in memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for n in range(each):
-          s_smem[thread, n] = states[n].astype(s_smem.dtype)
+        for state, (half, n) in zip(states, mine, strict=True):
+          s_smem[half][n] = state.astype(k.dtype)
         plgpu.commit_smem()
-        for n in range(each):
-          plgpu.copy_smem_to_gmem(s_smem.at[thread, n], target(mine + n))
+        for half, n in mine:
+          plgpu.copy_smem_to_gmem(s_smem[half].at[n], part(target, half, n))
 
       def fetch_others(c):
         """All warpgroups' by the first."""
@@ -115,18 +128,17 @@ def write(
 
       def multiply_with_others(states, c):
         plgpu.barrier_wait(others_filled)
-        for n in range(each):
-          a = thread * each + n
+        for state, (_, a) in zip(states, mine, strict=True):
           for m, other in enumerate((a, a ^ 1)):
             found = plgpu.load(others_smem.at[other], layout=WGMMA, optimized=False).astype(jnp.float32)
-            inner_ref[b, head, number, c, first + a, m] = (states[n] * found).sum(axis=1)
+            inner_ref[b, head, number, c, first + a, m] = (state * found).sum(axis=1)
         plgpu.commit_smem()
         plgpu.barrier_arrive(others_freed)
 
       def advance(i, states):
         c = chunk_of(i)
         kept = decay_ref[b, head, c]  # early, for it comes from afar
-        store(states, lambda a: found_ref.at[b, head, number, c, a])
+        store(states, found_ref.at[b, head, number, c])
         if others is not None:
 
           @pl.when(i > 0)  # after the last chunk there is no other state
@@ -146,16 +158,17 @@ def write(
             slot = lax.rem(visited, jnp.int32(slots))
             plgpu.barrier_wait(filled.at[slot])
             values = plgpu.load(v_smem.at[slot].transpose((1, 0)), layout=WGMMA)
-            for m in range(each):
-              along = plgpu.load(x_smem.at[slot, thread * each + m], layout=WGMMA.reduce(0), optimized=False)
+            for total, (half, a) in zip(sums, mine, strict=True):
+              along = plgpu.load(x_smem.at[slot, half, a], layout=WGMMA.reduce(0), optimized=False)
               left = values * across(along, values.shape)
+              keys = k_smem.at[slot, :, pl.ds(half * half_of, columns[half])]
               if staging:  # the interpreter's wgmma takes no operand from registers
                 staging[0][thread] = left
                 plgpu.commit_smem()
-                plgpu.wgmma(sums[m], staging[0].at[thread], k_smem.at[slot])
+                plgpu.wgmma(total, staging[0].at[thread], keys)
                 plgpu.wgmma_wait(0)
               else:
-                plgpu.wgmma(sums[m], left, k_smem.at[slot])
+                plgpu.wgmma(total, left, keys)
 
             plgpu.wgmma_wait(0)  # for all: ptxas gives the registers of left operands to the next block's
             plgpu.barrier_arrive(freed.at[slot])
@@ -166,17 +179,15 @@ def write(
         return accumulate(add, decayed, interpret)
 
       if initial_ref is None:
-        zeros = plgpu.layout_cast(jnp.zeros((width, width), jnp.float32), WGMMA)
-        states = (zeros,) * each
+        states = tuple(plgpu.layout_cast(jnp.zeros((width, columns[half]), jnp.float32), WGMMA) for half, _ in mine)
       else:  # times 1: to shard_map what was loaded varies over its axes, and what was computed does not
-        states = tuple(
-          1 * plgpu.load(initial_ref.at[b, head, number, mine + n], layout=WGMMA, optimized=False) for n in range(each)
-        )
+        given = initial_ref.at[b, head, number]
+        states = tuple(1 * plgpu.load(part(given, *place), layout=WGMMA, optimized=False) for place in mine)
       states = lax.fori_loop(0, jnp.int32(count), advance, states)
       if others is not None and count > 1:
         wait_if(thread == 0, others_freed)  # leave no arrival unseen
-      for n in range(each):
-        final_ref[b, head, number, mine + n] = states[n]
+      for state, place in zip(states, mine, strict=True):
+        part(final_ref.at[b, head, number], *place)[...] = state
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == computing)
@@ -189,8 +200,9 @@ def write(
         source = head * group + lax.div(n, jnp.int32(blocks))
         at = pl.ds((c * blocks + lax.rem(n, jnp.int32(blocks))) * ROWS, ROWS)
         wait_if(visited >= slots, freed.at[slot])
-        rows = pl.ds(piece.i * width + first, owned)
-        plgpu.copy_gmem_to_smem(x_ref.at[b, source, rows, at], x_smem.at[slot], filled.at[slot])
+        for half in range(halves):
+          rows = pl.ds(piece.i * width + half * half_of + first, owned)
+          plgpu.copy_gmem_to_smem(x_ref.at[b, source, rows, at], x_smem.at[slot, half], filled.at[slot])
         plgpu.copy_gmem_to_smem(v_ref.at[b, at, source, coordinates(piece.u)], v_smem.at[slot], filled.at[slot])
         plgpu.copy_gmem_to_smem(k_ref.at[b, at, source, coordinates(piece.j)], k_smem.at[slot], filled.at[slot])
         return none
@@ -205,12 +217,12 @@ def write(
       lax.fori_loop(max(0, total - slots), jnp.int32(total), settle, None)
 
   scratch = [
-    plgpu.SMEM((slots, owned, ROWS), x.dtype),
+    plgpu.SMEM((slots, halves, owned, ROWS), x.dtype),
     shared((slots, ROWS, width), v.dtype),
-    shared((slots, ROWS, width), k.dtype),
-    shared((computing, each, width, width), k.dtype),
+    shared((slots, ROWS, width), k.dtype, half_of),
+    *(shared((owned, width, count_of), k.dtype) for count_of in columns),
     plgpu.SMEM((1,), jnp.float32) if others is None else shared((owned, width, width), others.dtype),
-    plgpu.Barrier(num_arrivals=3, num_barriers=slots),
+    plgpu.Barrier(num_arrivals=2 + halves, num_barriers=slots),
     plgpu.Barrier(num_arrivals=computing, num_barriers=slots),
     plgpu.Barrier(num_arrivals=owned),
     plgpu.Barrier(num_arrivals=computing),
@@ -239,11 +251,11 @@ def write(
   return States(found, final, inner[0] if inner else None)
 
 
-def _shares(rows: int) -> tuple[int, int]:
+def _shares(rows: int, halves: int) -> tuple[int, int]:
   """Those with which the chip is done first."""
 
   def rounds(shares: tuple[int, int]) -> int:
     owned = shares[0] * shares[1]
     return -(-rows * -(-STATE_WIDTH // owned) // MULTIPROCESSORS) * owned
 
-  return min(_SHARES, key=rounds)
+  return min(_SHARES[halves], key=rounds)
