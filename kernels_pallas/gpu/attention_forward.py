@@ -7,9 +7,9 @@ power carries it), so a block of their weights is one matrix product and p/2 mul
 are multiplied by one number, the tile's decay, when the next one begins. Only inside the query's own tile are gates
 exponentials of pairs.
 
-    warpgroups 0, 1   64 queries each; the scores of the next block are computed while those of this one are raised
-    warpgroup 2       loads
-    grid              a tile of 128 queries each, those that see most keys first
+    4 warpgroups   64 queries each (2, if heads are wide): while one raises scores, others have products under way
+    the last one   loads
+    grid           one or two tiles of queries each, those that see most keys first
 
 Products of scores and values have bfloat16 operands, for weights span many powers of ten; scores have float16 ones,
 because the power multiplies their rounding, and the inputs are scaled so that they fit.
@@ -101,7 +101,8 @@ def forward(
     (y_ref, low_ref, normaliser_ref), scratch = (
       (more[:3], more[3:]) if save_low else ((more[0], None, more[1]), more[2:])
     )
-    (q_smem, y_smem), k_smem, v_smem, low_smem, normaliser_smem, carried_smem, gate_smem, pull_smem, *barriers = scratch
+    (q_smem, y_smem), k_smem, v_smem, low_smem, normaliser_smem, *scratch = scratch
+    carried_smem, weight_smem, gate_smem, pull_smem, *barriers = scratch
     q_filled, carried_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, n = place_in_grid(item, batch * query_heads, tiles)
@@ -125,17 +126,16 @@ def forward(
       accumulator = plgpu.ACC((ROWS, value_dim), f32)
       plgpu.barrier_wait(q_filled)
 
-      def free(barriers, j, readers):
-        """Frees a slot on behalf of all warpgroups, of which so many read it."""
-        for _ in range(computing // readers):
-          plgpu.barrier_arrive(barriers.at[slot_of(j)])
+      def free(freed, j):
+        plgpu.barrier_arrive(freed.at[slot_of(j)])
 
       def pass_by(start, stop):
-        """Sees blocks come that others read."""
+        """Sees blocks come that others read: a barrier that went on twice unseen would look as if it had not."""
 
         def see(j, none):
-          plgpu.barrier_wait(k_filled.at[slot_of(j)])
-          plgpu.barrier_wait(v_filled.at[slot_of(j)])
+          for filled, freed in ((k_filled, k_freed), (v_filled, v_freed)):
+            plgpu.barrier_wait(filled.at[slot_of(j)])
+            free(freed, j)
           return none
 
         lax.fori_loop(start, stop, see, None)
@@ -169,24 +169,20 @@ def forward(
         decay_of_next = decay_ref[b, kv, m + 1]
         sums[...] = sums[...] * decay
         normaliser = normaliser * decay
-
-        def free_far(barriers, j):
-          free(barriers, j, computing)
-          if pairs > 1:
-            pl.when(m == own)(functools.partial(free, barriers, j, computing))  # half of them read it
-
         for block in range(_BLOCKS):
           j = (m - first) * _BLOCKS + block
           s = scores(j)
-          free_far(k_freed, j)
+          free(k_freed, j)
           if block > 0:  # those products have come before the scores
-            free_far(v_freed, j - 1)
+            free(v_freed, j - 1)
           weights = even_power(s, power)
           # The barrier: ptxas is short of registers if sums wait for products to be under way.
           normaliser, weights = lax.optimization_barrier((normaliser + _by_eights(weights), weights.astype(v.dtype)))
           gather(sums, weights, j)
+          if value_dim < ROWS:  # or ptxas would overlap more than it has registers for
+            plgpu.wgmma_wait(0)
         plgpu.wgmma_wait(0)
-        free_far(v_freed, j)
+        free(v_freed, j)
         return normaliser, decay_of_next
 
       def near_block(block, normaliser, sums, masked):
@@ -202,10 +198,8 @@ def forward(
         # Of the rounded weights, so that a row of one key gives that key's value exactly.
         normaliser = normaliser + _by_eights(weights.astype(f32))
         plgpu.wgmma_wait(0)
-        for barriers in (k_freed, v_freed):
-          free(barriers, j, 2)
-          if masked:  # the second block has one reader
-            pl.when(second == 1)(functools.partial(free, barriers, j, 2))
+        free(k_freed, j)
+        free(v_freed, j)
         return normaliser
 
       def gathered(sums):
@@ -226,10 +220,9 @@ def forward(
       gate = plgpu.load(gate_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
       total, normaliser = gathered(staging[1].at[thread]) if staging else pl.run_scoped(gathered, accumulator)
       if carried_refs is not None:
+        plgpu.barrier_wait(carried_filled)
         source = carried_refs[0].at[b, rows, head] if wide else carried_smem.at[thread]
-        if not wide:
-          plgpu.barrier_wait(carried_filled)
-        weight = plgpu.load(carried_refs[1].at[b, head, rows], layout=WGMMA.reduce(1), optimized=False)
+        weight = plgpu.load(weight_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
         heard = weight >= 0
         normaliser = normaliser + jnp.where(heard, weight, 0.0)
         total = total + plgpu.load(source, layout=WGMMA, optimized=not wide) * down(
@@ -259,8 +252,10 @@ def forward(
         rows = pl.ds(first_token + w * ROWS, ROWS)
         plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[w], q_filled)
         plgpu.copy_gmem_to_smem(gate_ref.at[b, kv, rows], gate_smem.at[w], q_filled)
-        if carried_refs is not None and not wide:
-          plgpu.copy_gmem_to_smem(carried_refs[0].at[b, rows, head], carried_smem.at[w], carried_filled)
+        if carried_refs is not None:
+          plgpu.copy_gmem_to_smem(carried_refs[1].at[b, head, rows], weight_smem.at[w], carried_filled)
+          if not wide:
+            plgpu.copy_gmem_to_smem(carried_refs[0].at[b, rows, head], carried_smem.at[w], carried_filled)
 
       def copy(keys_ref, first_block):
         def step(j, none):
@@ -302,9 +297,10 @@ def forward(
     plgpu.SMEM((computing, ROWS), f32),
     plgpu.SMEM((1,), f32) if carried is None or wide else shared((computing, ROWS, value_dim), f32),
     plgpu.SMEM((computing, ROWS), f32),
+    plgpu.SMEM((computing, ROWS), f32),
     plgpu.SMEM((TILE * pairs,), f32),
     plgpu.Barrier(num_arrivals=1 + 2 * computing),
-    plgpu.Barrier(num_arrivals=computing),
+    plgpu.Barrier(num_arrivals=computing if wide else 2 * computing),
     *(filled, freed) * 2,
     *(staging if interpret is not None else ()),
   ]
