@@ -101,8 +101,8 @@ def forward(
     (y_ref, low_ref, normaliser_ref), scratch = (
       (more[:3], more[3:]) if save_low else ((more[0], None, more[1]), more[2:])
     )
-    (q_smem, y_smem), k_smem, v_smem, low_smem, normaliser_smem, *scratch = scratch
-    carried_smem, weight_smem, gate_smem, pull_smem, *barriers = scratch
+    (q_smem, y_smem), k_smem, v_smem, low_smem, normaliser_smem, *others = scratch
+    carried_smem, weight_smem, gate_smem, pull_smem, *barriers = others
     q_filled, carried_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, n = place_in_grid(item, batch * query_heads, tiles)
