@@ -42,7 +42,7 @@ def attend(
   dtype: DTypeLike,
   return_memory: bool,
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
-  """`chunked.attend` with y in `dtype`; T is whole tiles or blocks, as the chip's kernels have them."""
+  """`chunked.attend` with y in `dtype`; T is whole blocks, as the chip's kernels have them."""
   return _forward(x, memory, settings, dtype, return_memory, save=False)[0]
 
 

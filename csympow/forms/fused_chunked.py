@@ -46,7 +46,7 @@ class _Discounts(NamedTuple):
 
 
 class _Queries(NamedTuple):
-  """As they read states and enter those of cotangents; `x` stands time last, and backwards times the outputs' scale."""
+  """As they enter the states of cotangents; `x` stands time last, times the outputs' scale."""
 
   q: BFloat16[Array, "B T Hq d"]
   x: BFloat16[Array, "B Hq d T"]
@@ -112,23 +112,24 @@ def _forward(
   exponents = near.exponents(tokens)
   discounts = _discounts(exponents, G, settings.chunk)
   of_k = _of_keys(discounts)[:2]
-  of_q = _of_queries(None)[1:]  # the other is made of x.q as it is read
+  of_q = [Copy(jnp.bfloat16, time_last=True)]
   x, (time_last,), k_copies = near.operands_and_copies(tokens, G, exponents, of_q, of_k, settings)
   keys = _Keys(*k_copies)
   scale = near.state_scale(x.top)
   if initial is not None:
     initial = Full(initial.S / _of_pieces(scale), initial.Z / scale)
   across = discounts.across
-  symmetric = not save and Pieces.of(q.shape[-1], x.v.shape[-1]).total == 1  # gradients read all of a state
+  # What is symmetric in a state is needed twice by gradients only: neither queries nor `_features` read it twice.
+  once = not save and Pieces.of(q.shape[-1], x.v.shape[-1]).total == 1
   start = None if initial is None else initial.S
-  S = state_write.write(keys.x, x.v, keys.k, across, start, symmetric=symmetric, interpret=interpret)
+  S = state_write.write(keys.x, x.v, keys.k, across, start, symmetric=once, interpret=interpret)
   added = gram.gram(keys.x, keys.k, None, *across.shape[1:], time_last=True, interpret=interpret)
   Z, final_Z = _scan(added, across, None if initial is None else initial.Z)
 
   far = state_read.read(time_last, x.q, S.found, _terms(Z), discounts.since_start, interpret=interpret)
   carried = attention_forward.Carried(*far)
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
-  final = Full(_mirrored(S.final) if symmetric else S.final, final_Z) if return_final else None
+  final = Full(S.final, final_Z) if return_final else None
   saved = _Saved(x, G, rotation, initial, S.found, Z, final, y, far.normaliser >= 0)
   result = None if final is None else Full(final.S * _of_pieces(scale), final.Z * scale)
   return (y.high.reshape(*q.shape[:-1], -1), result), saved
@@ -195,13 +196,7 @@ def _of_pieces(scale: Float[Array, "B H 1 1"]) -> Float[Array, "B H 1 1 1 1"]:
   return scale[..., None, None]
 
 
-def _mirrored(S: Float[Array, "B H m w w w"]) -> Float[Array, "B H m w w w"]:
-  """All of a symmetric state, of which a part was written."""
-  half = S.shape[-1] // 2
-  return S.at[..., half:, :, :half].set(jnp.swapaxes(S[..., :half, :, half:], -1, -3))
-
-
-def _of_queries(factor: Float[Array, "B Hq T"] | None) -> tuple[Copy, Copy]:
+def _of_queries(factor: Float[Array, "B Hq T"]) -> tuple[Copy, Copy]:
   return Copy(jnp.bfloat16), Copy(jnp.bfloat16, factor, time_last=True)
 
 

@@ -82,7 +82,7 @@ class Exponents(NamedTuple):
 
 
 def operands(x: Tokens, G: Total, settings: Settings) -> Operands:
-  """Operands of attention inside chunks of whole tiles."""
+  """Operands of attention inside chunks of whole BLOCKs."""
   return operands_and_copies(x, G, exponents(x), (), (), settings)[0]
 
 

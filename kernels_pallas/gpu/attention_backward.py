@@ -8,7 +8,8 @@ across, so that P and dS are left operands straight from registers. dQ alone sum
 grid, which add to memory. They take turns, so that results are the same to the bit on every run; the order is that in
 which they reach the queries anyway, nearest keys first, and the grid starts them in that order.
 
-    warpgroups 0, 1   64 keys each: scores, dP, dV, dK; then 64 of the 128 queries each: dQ
+    warpgroups 0, 1   64 keys each: scores, dP, dV, dK; and 64 of the 128 queries each: dQ, of the tile before, so that
+                      neither waits for the other's dS
     warpgroup 2       loads
     warpgroup 3       adds dQ to memory, in turn
 
@@ -174,7 +175,7 @@ def _backward(
           for unit in range(_UNITS):
             slot = lax.rem(number * _UNITS + unit, jnp.int32(slots))
             plgpu.barrier_wait(q_filled.at[slot])
-            # The dQ of the visit before, so that neither warpgroup waits for the other's dS.
+            # The dQ of the visit before.
             late = unit == 0 and not first
 
             def products(s, dp, *dq, slot=slot, late=late):

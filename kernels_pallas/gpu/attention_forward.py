@@ -41,8 +41,7 @@ from kernels_pallas.gpu.tiles import (
 )
 from kernels_pallas.weights import SMALLEST, even_power
 
-_BLOCKS = TILE // ROWS  # of keys in a tile
-_SLOTS = 4  # of keys and values, by blocks
+_IN_TILE = TILE // ROWS  # blocks of keys in a tile
 
 
 class Keys(NamedTuple):
@@ -71,11 +70,6 @@ class Outputs(NamedTuple):
   normaliser: Float[Array, "B Hq T"]
 
 
-def warpgroups(head_dim: int, value_dim: int) -> int:
-  """That compute, of 64 queries each: as many as registers are enough for."""
-  return 4 if max(head_dim, value_dim) <= 64 else 2
-
-
 def forward(
   q: Float16[Array, "B T Hq d"],
   keys: Keys,
@@ -90,9 +84,11 @@ def forward(
   """Attention over whole blocks of queries, and what is carried; y in `dtype`."""
   batch, time, query_heads, head_dim = q.shape
   heads, value_dim = v.shape[2:]
-  group, computing = query_heads // heads, warpgroups(head_dim, value_dim)
+  group, computing = query_heads // heads, 4 if max(head_dim, value_dim) <= 64 else 2  # what registers are enough for
+  slots = 4 if head_dim + value_dim <= 128 else 3  # of keys and values, by blocks
   pairs = computing // 2  # of warpgroups, whose queries are those of one tile
   tiles = time // TILE // pairs
+  assert time % (TILE * pairs) == 0
   wide = value_dim > 64  # there is no room for what wide heads carry
   f32 = jnp.float32
 
@@ -111,17 +107,17 @@ def forward(
     first = first_ref[b, kv, own]
     # Blocks of 64 keys in the order in which they come: folded ones of tiles from `first` on, those of the first tile
     # of queries among them if there is a second; then plain ones of the queries' own tiles.
-    plain = (own - first + pairs - 1) * _BLOCKS
-    stop = plain + pairs * _BLOCKS
+    plain = (own - first + pairs - 1) * _IN_TILE
+    stop = plain + pairs * _IN_TILE
 
     def slot_of(j):
-      return lax.rem(j, jnp.int32(_SLOTS))
+      return lax.rem(j, jnp.int32(slots))
 
     @pl.when(thread < computing)
     def compute():
       plgpu.set_max_registers({2: 232, 4: 112}[computing], action="increase")
       pair, second = (f(thread, jnp.int32(2)) for f in (lax.div, lax.rem))
-      tile, near = own + pair, plain + pair * _BLOCKS
+      tile, near = own + pair, plain + pair * _IN_TILE
       token, queries = first_token + thread * ROWS, q_smem.at[thread]
       accumulator = plgpu.ACC((ROWS, value_dim), f32)
       plgpu.barrier_wait(q_filled)
@@ -169,8 +165,8 @@ def forward(
         decay_of_next = decay_ref[b, kv, m + 1]
         sums[...] = sums[...] * decay
         normaliser = normaliser * decay
-        for block in range(_BLOCKS):
-          j = (m - first) * _BLOCKS + block
+        for block in range(_IN_TILE):
+          j = (m - first) * _IN_TILE + block
           s = scores(j)
           free(k_freed, j)
           if block > 0:  # those products have come before the scores
@@ -208,7 +204,7 @@ def forward(
         normaliser = plgpu.layout_cast(jnp.zeros((ROWS, 8), f32), WGMMA)
         carry = normaliser, decay_ref[b, kv, first]
         normaliser, _ = lax.fori_loop(0, tile - first, lambda i, carry: far_tile(first + i, carry, sums), carry)
-        pass_by((tile - first) * _BLOCKS, near)
+        pass_by((tile - first) * _IN_TILE, near)
         since_start = jnp.exp2(gate)
         sums[...] = sums[...] * down(since_start, sums.shape)
         normaliser = normaliser * down(since_start, normaliser.shape)
@@ -260,29 +256,29 @@ def forward(
       def copy(keys_ref, first_block):
         def step(j, none):
           slot, rows = slot_of(j), pl.ds((first_block + j) * ROWS, ROWS)
-          wait_if(j >= _SLOTS, k_freed.at[slot])
+          wait_if(j >= slots, k_freed.at[slot])
           plgpu.copy_gmem_to_smem(keys_ref.at[b, rows, kv], k_smem.at[slot], k_filled.at[slot])
-          wait_if(j >= _SLOTS, v_freed.at[slot])
+          wait_if(j >= slots, v_freed.at[slot])
           plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv], v_smem.at[slot], v_filled.at[slot])
           return none
 
         return step
 
-      lax.fori_loop(0, plain, copy(folded_ref, first * _BLOCKS), None)
-      lax.fori_loop(plain, stop, copy(k_ref, own * _BLOCKS - plain), None)
+      lax.fori_loop(0, plain, copy(folded_ref, first * _IN_TILE), None)
+      lax.fori_loop(plain, stop, copy(k_ref, own * _IN_TILE - plain), None)
 
       def settle(j, none):  # leave no arrival unseen
         plgpu.barrier_wait(k_freed.at[slot_of(j)])
         plgpu.barrier_wait(v_freed.at[slot_of(j)])
         return none
 
-      lax.fori_loop(jnp.maximum(stop - _SLOTS, 0), stop, settle, None)
+      lax.fori_loop(jnp.maximum(stop - slots, 0), stop, settle, None)
 
   y_shape = (batch, time, query_heads, value_dim)
   outputs = [jax.ShapeDtypeStruct(y_shape, dtype), jax.ShapeDtypeStruct((batch, query_heads, time), f32)]
   if save_low:
     outputs.insert(1, jax.ShapeDtypeStruct(y_shape, jnp.bfloat16))
-  filled, freed = plgpu.Barrier(num_barriers=_SLOTS), plgpu.Barrier(num_arrivals=computing, num_barriers=_SLOTS)
+  filled, freed = plgpu.Barrier(num_barriers=slots), plgpu.Barrier(num_arrivals=computing, num_barriers=slots)
   q_memory, y_memory = shared((computing, ROWS, head_dim), q.dtype), shared((computing, ROWS, value_dim), dtype)
   # A warpgroup's outputs where its queries were.
   in_place = interpret is None and head_dim == value_dim and jnp.dtype(dtype).itemsize == 2
@@ -291,8 +287,8 @@ def forward(
   )
   scratch = [
     plgpu.RefUnion(q_memory, y_memory) if in_place else (q_memory, y_memory),
-    shared((_SLOTS, ROWS, head_dim), q.dtype),
-    shared((_SLOTS, ROWS, value_dim), v.dtype),
+    shared((slots, ROWS, head_dim), q.dtype),
+    shared((slots, ROWS, value_dim), v.dtype),
     shared((computing, ROWS, value_dim), jnp.bfloat16) if save_low else plgpu.SMEM((1,), f32),
     plgpu.SMEM((computing, ROWS), f32),
     plgpu.SMEM((1,), f32) if carried is None or wide else shared((computing, ROWS, value_dim), f32),
@@ -302,7 +298,7 @@ def forward(
     plgpu.Barrier(num_arrivals=1 + 2 * computing),
     plgpu.Barrier(num_arrivals=computing if wide else 2 * computing),
     *(filled, freed) * 2,
-    *(staging if interpret is not None else ()),
+    *staging,
   ]
   results = plgpu.kernel(
     kernel,

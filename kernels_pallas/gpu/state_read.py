@@ -184,6 +184,7 @@ def _read(
   place = None if pieces.total == 1 else jnp.asarray([*piece, pieces.number(piece)], jnp.int32)
   rows_of_piece = given.rows is not None and given.rows.shape[-1] == width
   group, tiles, in_chunk = all_heads // heads, time // BLOCK, time // count // BLOCK
+  assert time % (count * BLOCK) == 0
   # Matrices come by columns, all of them or half: of the last matrices only the second half is needed.
   whole_only = transposed or piece.i != piece.j
   columns = width if whole_only else width // 2
@@ -346,11 +347,11 @@ def _read(
   # Numbers of tokens in shared memory: those that scale, and the normalisers found.
   wanted = [given.w_scale is not None, given.scale is not None, finds_normaliser]
   places = [sum(wanted[: n + 1]) - 1 for n in range(3)]
-  of_rows = [shared((_COMPUTING, ROWS, width), dtype) for dtype in (y.dtype, x.dtype)]
+  y_memory = [shared((_COMPUTING, ROWS, width), dtype) for dtype in (y.dtype, x.dtype)]
   scratch = [
     plgpu.SMEM((width, BLOCK), x.dtype),
-    plgpu.RefUnion(*of_rows) if interpret is None else of_rows,
-    plgpu.SMEM((1,), f32) if given.w is None else of_rows[0],
+    plgpu.RefUnion(*y_memory) if interpret is None else y_memory,
+    plgpu.SMEM((1,), f32) if given.w is None else shared((_COMPUTING, ROWS, width), given.w.dtype),
     shared((_SLOTS, halves * TERMS, width, columns), S.dtype),
     shared((_COMPUTING, ROWS, width), dtype),
     plgpu.SMEM((max(1, sum(wanted)), _COMPUTING, ROWS), f32),

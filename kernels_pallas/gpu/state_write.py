@@ -103,7 +103,8 @@ def write(
     @pl.when(thread < computing)
     def compute():
       plgpu.set_max_registers({2: 232, 3: 160, 4: 112}[computing], action="increase")
-      mine = [(half, thread * in_half + n) for half in range(halves) for n in range(in_half)]  # and in the block
+      # Coordinates, by their half and their place among the block's.
+      mine = [(half, thread * in_half + n) for half in range(halves) for n in range(in_half)]
 
       def part(ref, half, n):
         """What is computed of one of the block's coordinates."""
@@ -220,7 +221,7 @@ def write(
     plgpu.SMEM((slots, halves, owned, ROWS), x.dtype),
     shared((slots, ROWS, width), v.dtype),
     shared((slots, ROWS, width), k.dtype, half_of),
-    *(shared((owned, width, count_of), k.dtype) for count_of in columns),
+    *(shared((owned, width, some), k.dtype) for some in columns),
     plgpu.SMEM((1,), jnp.float32) if others is None else shared((owned, width, width), others.dtype),
     plgpu.Barrier(num_arrivals=2 + halves, num_barriers=slots),
     plgpu.Barrier(num_arrivals=computing, num_barriers=slots),

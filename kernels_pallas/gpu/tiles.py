@@ -19,7 +19,7 @@ ROWS = 64  # a warpgroup's rows of a tile: the M of wgmma
 TILE = 2 * ROWS  # tokens of two warpgroups; their keys are discounted to a common end
 WIDTH = 32  # coordinates that a kernel without a loader takes at a time: registers are left for other blocks
 STATE_WIDTH = 64  # of heads in states; narrower ones are filled up with zeros
-BLOCK = 4 * ROWS  # tokens of a block of the grid: sequences and chunks are whole ones of these
+BLOCK = 4 * ROWS  # sequences and chunks are whole ones of these
 MULTIPROCESSORS = 132  # of an H100 or H200
 WGMMA = plgpu.Layout.WGMMA
 
