@@ -93,7 +93,7 @@ def assert_the_whole(case, form, mesh, **other):
   ("shards", "form"),
   [
     (2, "chunked"),
-    (8, "attention"),
+    pytest.param(8, "attention", marks=pytest.mark.slow),
     pytest.param(4, "recurrent", marks=pytest.mark.slow),
     pytest.param(8, "chunked", marks=pytest.mark.slow),
   ],

@@ -325,9 +325,10 @@ def test_states_do_not_depend_on_how_coordinates_are_shared_out(monkeypatch, hal
   comparing.assert_close(np.sum(back.inner[0, 0, 0, 0], axis=-1), expected, 5e-3, "inner")
 
 
+@pytest.mark.slow  # one is lowered with 64 bits
 @pytest.mark.parametrize(
   ("d", "dv", "power"),
-  [(64, 64, 2), *(slow(*sizes) for sizes in [(128, 128, 4), (32, 64, 2), (64, 64, 4), (32, 32, 6), (64, 128, 4)])],
+  [(64, 64, 2), (128, 128, 4), (32, 64, 2), (64, 64, 4), (32, 32, 6), (64, 128, 4)],
 )
 def test_kernels_lower_for_every_shape(d, dv, power):
   case = Case(T=65_536, B=1, H=2, groups=2, d=d, dv=dv, power=power, dtype="bfloat16", entry="attention")
