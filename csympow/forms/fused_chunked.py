@@ -81,7 +81,7 @@ def attend(
   dtype: DTypeLike,
   return_memory: bool,
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
-  """`chunked.attend` with y in `dtype`. Chunks are whole `BLOCK`."""
+  """`chunked.attend` with y in `dtype`. Chunks are whole BLOCKs."""
   assert settings.power == 2
   head_dim, value_dim = x.k.shape[-1], x.v.shape[-1]
   q, k, v = map(_widened, x[:3])

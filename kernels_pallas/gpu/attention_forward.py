@@ -27,6 +27,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from kernels_pallas.gpu.tiles import (
+  LOADING_REGISTERS,
+  REGISTERS,
   ROWS,
   TILE,
   WGMMA,
@@ -115,7 +117,7 @@ def forward(
 
     @pl.when(thread < computing)
     def compute():
-      plgpu.set_max_registers({2: 232, 4: 112}[computing], action="increase")
+      plgpu.set_max_registers(REGISTERS[computing], action="increase")
       pair, second = (f(thread, jnp.int32(2)) for f in (lax.div, lax.rem))
       tile, near = own + pair, plain + pair * _IN_TILE
       token, queries = first_token + thread * ROWS, q_smem.at[thread]
@@ -242,7 +244,7 @@ def forward(
 
     @pl.when(thread == computing)
     def load():
-      plgpu.set_max_registers(24, action="decrease")
+      plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
       plgpu.copy_gmem_to_smem(pull_ref.at[b, kv, pl.ds(first_token, TILE * pairs)], pull_smem, q_filled)
       for w in range(computing):
         rows = pl.ds(first_token + w * ROWS, ROWS)

@@ -31,6 +31,8 @@ from jaxtyping import Array, BFloat16, Float
 from kernels_pallas.gpu.pieces import Piece, Pieces, coordinates
 from kernels_pallas.gpu.tiles import (
   BLOCK,
+  LOADING_REGISTERS,
+  REGISTERS,
   ROWS,
   STATE_WIDTH,
   WGMMA,
@@ -218,7 +220,7 @@ def _read(
 
     @pl.when(thread < _COMPUTING)
     def compute():
-      plgpu.set_max_registers(112, action="increase")
+      plgpu.set_max_registers(REGISTERS[_COMPUTING], action="increase")
 
       def multiply(sums, left, right):
         if staging:  # the interpreter's wgmma takes no operand from registers
@@ -298,7 +300,7 @@ def _read(
 
     @pl.when(thread == _COMPUTING)
     def load():
-      plgpu.set_max_registers(24, action="decrease")
+      plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
 
       fetch = plgpu.copy_gmem_to_smem
       i, j, u, number = (0,) * 4 if place is None else (place_ref[n] for n in range(4))

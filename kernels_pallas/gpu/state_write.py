@@ -21,7 +21,9 @@ from jaxtyping import Array, BFloat16, Float
 
 from kernels_pallas.gpu.pieces import Pieces, coordinates
 from kernels_pallas.gpu.tiles import (
+  LOADING_REGISTERS,
   MULTIPROCESSORS,
+  REGISTERS,
   ROWS,
   STATE_WIDTH,
   WGMMA,
@@ -102,7 +104,7 @@ def write(
 
     @pl.when(thread < computing)
     def compute():
-      plgpu.set_max_registers({2: 232, 3: 160, 4: 112}[computing], action="increase")
+      plgpu.set_max_registers(REGISTERS[computing], action="increase")
       # Coordinates, by their half and their place among the block's.
       mine = [(half, thread * in_half + n) for half in range(halves) for n in range(in_half)]
 
@@ -193,7 +195,7 @@ def write(
 
     @pl.when(thread == computing)
     def load():
-      plgpu.set_max_registers(24, action="decrease")
+      plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
 
       def copy(visited, none):
         slot = lax.rem(visited, jnp.int32(slots))
