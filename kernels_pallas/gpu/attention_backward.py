@@ -160,10 +160,12 @@ def _backward(
         plgpu.barrier_arrive(q_freed.at[lax.rem(visited, jnp.int32(slots))])
 
       def product(dq, buffer):
+        """Of the dS of both warpgroups' keys with this one's queries."""
         for w in range(2):
           plgpu.wgmma(dq, ds_smem.at[buffer, thread, w].transpose((1, 0)), rounded_k_smem.at[w])
 
       def hand_over(dq, buffer):
+        """To the warpgroup that adds it to memory. Only when `dq_freed` was seen for the visit before."""
         dq_smem[buffer, thread] = dq
         plgpu.commit_smem()
         plgpu.barrier_arrive(dq_filled)
@@ -189,7 +191,7 @@ def _backward(
             square = plgpu.ACC((ROWS, ROWS), f32)
             s, dp, *dq = pl.run_scoped(products, square, square, *(plgpu.ACC((ROWS, k_wide), f32),) * late)
             if late:
-              wait_if(number > 1, dq_freed)  # this visit's buffer
+              wait_if(number > 1, dq_freed)
               hand_over(dq[0], 1 - buffer)
             given = plgpu.load(scale_smem.at[slot], layout=WGMMA.reduce(0))
             scale, fold = weigh(fetched, given, unit, s.shape)
@@ -257,7 +259,7 @@ def _backward(
       buffer = lax.rem(visits - 1, jnp.int32(2))
       plgpu.barrier_wait(ds_filled)
       last_dq = pl.run_scoped(last_product, plgpu.ACC((ROWS, k_wide), f32))
-      wait_if(visits > 1, dq_freed)  # no phase of it may pass unseen
+      wait_if(visits > 1, dq_freed)
       hand_over(last_dq, buffer)
       plgpu.barrier_wait(dq_freed)
       dq_smem[0, thread] = dk
