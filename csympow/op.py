@@ -17,6 +17,7 @@ from csympow.forms import carried, chunked, fused, fused_chunked, fused_step, ne
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.gates import effective_log_gate
+from csympow.prefix import Kernel
 from csympow.segments import find_runs
 from csympow.state import State, of_layer, with_layer
 
@@ -230,8 +231,12 @@ def _prepare(
   state: State | None,
   for_kernels: bool = False,
   phase: Array | None = None,
+  totals: Kernel | None = None,
 ) -> _Prepared:
-  """Checked arguments as the forms take them; `phase` is what the rotation goes on from where there is no state."""
+  """Checked arguments as the forms take them; `phase` is what the rotation goes on from where there is no state.
+
+  With `totals` sums over time are not XLA's.
+  """
   (batch, time, query_heads, head_dim), heads = q.shape, k.shape[2]
   if rates is not None and beta is None:
     beta = jnp.ones((1, time, 1), jnp.float32)
@@ -253,12 +258,12 @@ def _prepare(
     if valid is not None:
       beta = jnp.where(valid[..., None], beta, 0.0)
     rates = rates.astype(jnp.float32)
-    turns, last = rotation.phases(beta, rates, starts=starts, initial=initial)
+    turns, last = rotation.phases(beta, rates, starts=starts, initial=initial, kernel=totals)
     if for_kernels:
-      turns, _ = rotation.phases(lax.stop_gradient(beta), rates, starts=starts, initial=initial)
-      total, _ = rotation.phases(beta, 2 * jnp.pi + 0 * lax.stop_gradient(rates[:1]), starts=starts)
+      turns, _ = rotation.phases(lax.stop_gradient(beta), rates, starts=starts, initial=initial, kernel=totals)
+      total, _ = rotation.phases(beta, 2 * jnp.pi + 0 * lax.stop_gradient(rates[:1]), starts=starts, kernel=totals)
       turns, total = (jnp.broadcast_to(x, (batch, time, heads, x.shape[-1])) for x in (turns, total))
-      factors = rotation.factors(beta, rates, (batch, time, heads), starts=starts, initial=initial)
+      factors = rotation.factors(beta, rates, (batch, time, heads), starts=starts, initial=initial, kernel=totals)
       remaining = rotating.Rotation(turns, total[..., 0], lax.stop_gradient(rates), factors)
     else:
       q, k = rotation.rotate(q, turns[..., None, :]), rotation.rotate(k, turns)
@@ -351,7 +356,11 @@ def _attend(
 ) -> tuple[Float[Array, "B T Hq dv"], State | None]:
   # What the kernels save is small; what differentiating the preparation would save is not, and cheap to compute again.
   kernels = implementation == "pallas"
-  prepare = jax.checkpoint(functools.partial(_prepare, for_kernels=True), prevent_cse=False) if kernels else _prepare
+  prepare = _prepare
+  if kernels:
+    totals = near.totals(settings) if settings.interpret is None else None  # checkpoint takes no interpreter
+    by_kernels = functools.partial(_prepare, for_kernels=True, totals=totals)
+    prepare = jax.checkpoint(by_kernels, prevent_cse=False)
   x = prepare(q, k, v, log_gate, beta, rates, segment_ids, scale, state)
   batch, time, query_heads, _ = q.shape
   padding = -time % settings.chunk
@@ -363,10 +372,8 @@ def _attend(
     y, memory = recurrent.attend(queries, keys, values, gates, x.memory, settings.power, settings.chunk)
   elif kernels and form == "chunked":
     remaining = rotating.padded(x.rotation, padding, keys.shape[-1])
-    by_kernels = carried.attend if settings.chip == "tpu" else fused_chunked.attend
-    y, memory = by_kernels(
-      near.Tokens(queries, keys, values, gates, remaining), x.memory, settings, q.dtype, return_state
-    )
+    attend = carried.attend if settings.chip == "tpu" else fused_chunked.attend
+    y, memory = attend(near.Tokens(queries, keys, values, gates, remaining), x.memory, settings, q.dtype, return_state)
   elif kernels:
     if settings.chip == "gpu":
       queries, keys, values = _equally_wide(queries, keys, values)

@@ -6,6 +6,7 @@ every total here is an unevaluated sum of two float32s. The error-free additions
 that contracts a * b + c into one rounding cannot change them.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,9 @@ class Total(NamedTuple):
     return (self.hi - other.hi) + (self.lo - other.lo)
 
 
+type Kernel = Callable[[Float[Array, "B H T"]], tuple[Float[Array, "B H T"], Float[Array, "B H T"]]]
+
+
 def two_sum(a: Float[Array, "..."], b: Float[Array, "..."]) -> Total:
   """A + b without error: the rounded sum and what the rounding lost."""
   total = a + b
@@ -37,17 +41,24 @@ def two_sum(a: Float[Array, "..."], b: Float[Array, "..."]) -> Total:
 
 
 def prefix_sum(
-  x: Float[Array, "B T H"], restarts: Bool[Array, "B T 1"] | None = None, *, reverse: bool = False
+  x: Float[Array, "B T H"],
+  restarts: Bool[Array, "B T 1"] | None = None,
+  *,
+  reverse: bool = False,
+  kernel: Kernel | None = None,
 ) -> Total:
   """The inclusive sum over time, forwards or backwards, beginning anew at each token where `restarts` is true.
 
   Inside a block of tokens a product with a triangle of ones, and so on with the totals of blocks; if there are restarts
-  these are joined by an associative scan.
+  these are joined by an associative scan. A `kernel` does all of that at once where nothing begins anew.
   """
   if reverse:
     x, restarts = x[:, ::-1], None if restarts is None else restarts[:, ::-1]
   x = jnp.swapaxes(x, 1, 2)
-  total = _running(x) if restarts is None else _restarting(x, restarts[..., 0])
+  if restarts is not None:
+    total = _restarting(x, restarts[..., 0])
+  else:
+    total = _running(x) if kernel is None else Total(*kernel(x))
   hi, lo = (jnp.swapaxes(array, 1, 2) for array in total)
   return Total(hi[:, ::-1], lo[:, ::-1]) if reverse else Total(hi, lo)
 

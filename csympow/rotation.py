@@ -5,6 +5,7 @@ the same at every step, so phase_i = theta * (beta_1 + ... + beta_i): one runnin
 product reduced modulo a turn. Phases are in turns, not radians, for then the reduction is exact.
 """
 
+import functools
 import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from csympow.checks import came, is_count, require, validated
-from csympow.prefix import Total, prefix_sum, two_sum
+from csympow.prefix import Kernel, Total, prefix_sum, two_sum
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -62,17 +63,18 @@ def phases(
   *,
   starts: Bool[Array, "#B T"] | None = None,
   initial: Float[Array, "b h r"] | None = None,
+  kernel: Kernel | None = None,
 ) -> tuple[Float[Array, "_ T _ r"], Float[Array, "_ _ r"]]:
   """The phase at every token, in turns, given the exact float32 values of beta and the rates; and that to carry over.
 
   A run that begins at a token in `starts` begins at phase 0; the first run continues from `initial`. The second result
-  is the last token's phase as a state holds it, in [0, 1).
+  is the last token's phase as a state holds it, in [0, 1). A `kernel` is what sums over time, if not XLA.
   """
   restarts = None
   if starts is not None:
     restarts = starts[..., None]
     beta = jnp.broadcast_to(beta, starts.shape + beta.shape[2:])
-  turned = _turns(beta, rates, restarts)
+  turned = _turns(beta, rates, restarts, kernel)
   start = jnp.zeros_like(turned.hi[:, :1]) if initial is None else initial[:, None]
   if restarts is not None:
     start = jnp.where((jnp.cumsum(restarts, axis=1) == 0)[..., None], start, 0.0)
@@ -98,13 +100,14 @@ def factors(
   *,
   starts: Bool[Array, "B T"] | None = None,
   initial: Float[Array, "B H r"] | None = None,
+  kernel: Kernel | None = None,
 ) -> Phases:
   """What `phases` multiplies out, of B, T and H tokens and heads."""
   beta, rates, initial = lax.stop_gradient((beta, rates, initial))
   restarts = None if starts is None else starts[..., None]
   if starts is not None:
     beta = jnp.broadcast_to(beta, starts.shape + beta.shape[2:])
-  total = Total(*(jnp.broadcast_to(x, shape) for x in prefix_sum(beta, restarts)))
+  total = Total(*(jnp.broadcast_to(x, shape) for x in prefix_sum(beta, restarts, kernel=kernel)))
   run = None if restarts is None else jnp.broadcast_to(jnp.cumsum(restarts, axis=1, dtype=jnp.float32), shape)
   return Phases(total, _cycles(rates), initial, run)
 
@@ -134,10 +137,12 @@ def _hashed(units: Float[Array, "B H r"]) -> Float[Array, "B H r"]:
   return (bits >> 8).astype(jnp.float32) / _GRID
 
 
-@jax.custom_vjp
-def _turns(beta: Float[Array, "B T H"], rates: Float[Array, "r"], restarts: Bool[Array, "B T 1"] | None) -> Total:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _turns(
+  beta: Float[Array, "B T H"], rates: Float[Array, "r"], restarts: Bool[Array, "B T 1"] | None, kernel: Kernel | None
+) -> Total:
   """The phase turned through since the run's start, modulo 1, B T H r."""
-  total = prefix_sum(beta, restarts)
+  total = prefix_sum(beta, restarts, kernel=kernel)
   return product_modulo_one(Total(total.hi[..., None], total.lo[..., None]), _cycles(rates))
 
 
@@ -145,19 +150,21 @@ type _Saved = tuple[Float[Array, "B T H"], Float[Array, "r"], Bool[Array, "B T 1
 
 
 def _turns_forward(
-  beta: Float[Array, "B T H"], rates: Float[Array, "r"], restarts: Bool[Array, "B T 1"] | None
+  beta: Float[Array, "B T H"], rates: Float[Array, "r"], restarts: Bool[Array, "B T 1"] | None, kernel: Kernel | None
 ) -> tuple[Total, _Saved]:
-  return _turns(beta, rates, restarts), (beta, rates, restarts)
+  return _turns(beta, rates, restarts, kernel), (beta, rates, restarts)
 
 
-def _turns_backward(saved: _Saved, cotangents: Total) -> tuple[Float[Array, "B T H"], Float[Array, "r"], None]:
+def _turns_backward(
+  kernel: Kernel | None, saved: _Saved, cotangents: Total
+) -> tuple[Float[Array, "B T H"], Float[Array, "r"], None]:
   """The phase at i depends on beta_j for j <= i in the same run: a sum backwards that begins anew where a run ends."""
   beta, rates, restarts = saved
   dturns = cotangents.hi
   ends = None if restarts is None else jnp.roll(restarts, -1, axis=1).at[:, -1].set(False)
   dtotal = jnp.einsum("bthr,r->bth", dturns, rates, precision="highest") / (2 * jnp.pi)
-  dbeta = prefix_sum(dtotal, ends, reverse=True).hi
-  drates = jnp.sum(dturns * prefix_sum(beta, restarts).hi[..., None], axis=(0, 1, 2)) / (2 * jnp.pi)
+  dbeta = prefix_sum(dtotal, ends, reverse=True, kernel=kernel).hi
+  drates = jnp.sum(dturns * prefix_sum(beta, restarts, kernel=kernel).hi[..., None], axis=(0, 1, 2)) / (2 * jnp.pi)
   return dbeta, drates, None
 
 

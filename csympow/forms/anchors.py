@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from csympow.forms import near, rotating
-from csympow.prefix import prefix_sum
+from csympow.prefix import Kernel, prefix_sum
 from kernels_pallas.weights import SMALLEST
 
 
@@ -23,10 +23,10 @@ class Ends(NamedTuple):
 
 
 def cotangents(
-  pulls: near.Pulls, ends: Ends, rotation: rotating.Rotation | None
+  pulls: near.Pulls, ends: Ends, rotation: rotating.Rotation | None, kernel: Kernel | None = None
 ) -> tuple[Float[Array, "B T H"], rotating.Rotation | None]:
-  """Those of the log gates, and of the rotation."""
-  dlog_gate = of_gates(pulls.G, ends.pulled)
+  """Those of the log gates, and of the rotation; `kernel` is what sums over time, if not XLA."""
+  dlog_gate = of_gates(pulls.G, ends.pulled, kernel)
   if rotation is None or ends.turned is None or pulls.total is None:
     return dlog_gate, None
   along = jnp.sum(ends.turned * rotation.rates, axis=-1) / (2 * jnp.pi)
@@ -34,10 +34,12 @@ def cotangents(
 
 
 def of_gates(
-  pulls: tuple[Float[Array, "B T H"], Float[Array, "B T H"]], pulled: Float[Array, "B ends H"]
+  pulls: tuple[Float[Array, "B T H"], Float[Array, "B T H"]],
+  pulled: Float[Array, "B ends H"],
+  kernel: Kernel | None = None,
 ) -> Float[Array, "B T H"]:
   """Those of the log gates, from what queries and keys add and what is pulled at the ends of chunks."""
-  return prefix_sum(_anchored(pulls, -pulled), reverse=True).hi + pulled[:, -1:]
+  return prefix_sum(_anchored(pulls, -pulled), reverse=True, kernel=kernel).hi + pulled[:, -1:]
 
 
 def _anchored(

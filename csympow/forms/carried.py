@@ -19,7 +19,6 @@ from csympow.forms import anchors, near, near_tpu, rotating
 from csympow.forms.memory import Memory
 from csympow.forms.near_tpu import time_first, vectors
 from csympow.forms.spans import Settings
-from csympow.prefix import prefix_sum
 from kernels_pallas.tpu import chunked_backward, chunked_forward
 from kernels_pallas.tpu.shifts import Chunks, State, on_chip
 
@@ -68,7 +67,7 @@ def _attend(
 def _forward(
   tokens: near.Tokens, initial: State | None, settings: Settings, dtype: DTypeLike, return_final: bool
 ) -> tuple[tuple[Float[Array, "B T H g dv"], State | None], _Saved]:
-  G = lax.optimization_barrier(prefix_sum(tokens.log_gate))
+  G = near_tpu.running(tokens.log_gate, settings)
   chunks, *exponents = near_tpu.chunks(tokens, G, settings.chunk)
   scales = _Scales(*exponents)
   scale = near.state_scale(scales.top)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -55,8 +54,8 @@ def _forward(
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved]:
   q, k, v, log_gate, rotation = tokens
-  G = lax.optimization_barrier(prefix_sum(log_gate))
   kernels = _KERNELS[settings.chip]
+  G = kernels.running(log_gate, settings)
   x = kernels.operands(tokens, G, settings)
   stateful = memory is not None or return_memory
   high, low, normaliser = kernels.forward(
@@ -105,7 +104,7 @@ def _backward(
   rotation, dv = saved.rotation, inside.v
   if saved.sequence is None:
     dq, dk, pulls = kernels.finished(x, inside.q, inside.k, rotation, (dtype, dtype), settings)
-    dlog_gate = prefix_sum(jnp.add(*pulls.G), reverse=True).hi
+    dlog_gate = prefix_sum(jnp.add(*pulls.G), reverse=True, kernel=near.totals(settings)).hi
     drotation = _by_turns(rotation, jnp.add(*pulls.turns), pulls.total)
     return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), None
 
@@ -135,7 +134,7 @@ def _backward(
     dq + dq_far,
     dk + dk_far,
     dv,
-    anchors.of_gates((by_query, by_key), jnp.stack([first, last], axis=1)),
+    anchors.of_gates((by_query, by_key), jnp.stack([first, last], axis=1), near.totals(settings)),
     _by_turns(rotation, dturns),
   )
   dtypes = (dtype if saved.memory is None else jnp.float32, dtype)

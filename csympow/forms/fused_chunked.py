@@ -5,7 +5,7 @@
 
 Here a state is not a vector of features but all products of two coordinates: a matrix dv x d for each coordinate a,
 in pieces of 64 coordinates where heads are wider.
-Attention inside chunks, states, and what is read of them are kernels; the scan of Z, which is small, is XLA's.
+Attention inside chunks, states, and what is read of them are kernels.
 """
 
 import functools
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float
 
@@ -22,8 +21,8 @@ from csympow.forms import anchors, near, rotating
 from csympow.forms.anchors import Ends
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings, by_head
-from csympow.prefix import Total, prefix_sum
-from kernels_pallas.gpu import attention_forward, gram, state_read, state_write
+from csympow.prefix import Total
+from kernels_pallas.gpu import attention_forward, gram, scan, state_read, state_write
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.pieces import Pieces
 from kernels_pallas.gpu.tiles import STATE_WIDTH
@@ -68,7 +67,7 @@ class _Saved(NamedTuple):
   rotation: rotating.Rotation | None
   initial: Full | None
   found: BFloat16[Array, "B H m n w w w"]  # the S that each chunk finds
-  Z: Float[Array, "B H n d d"]  # and its Z
+  Z: BFloat16[Array, "B H n terms d d"]  # and its Z, in terms
   final: Full | None
   y: attention_forward.Outputs
   heard: Bool[Array, "B Hq T"]  # not drowned by rounding: see memory.without_noise
@@ -108,7 +107,7 @@ def _forward(
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Full | None], _Saved]:
   power, interpret = settings.power, settings.interpret
   q, _, _, log_gate, rotation = tokens
-  G = lax.optimization_barrier(prefix_sum(log_gate))
+  G = near.running(log_gate, settings)
   exponents = near.exponents(tokens)
   discounts = _discounts(exponents, G, settings.chunk)
   of_k = _of_keys(discounts)[:2]
@@ -124,13 +123,13 @@ def _forward(
   start = None if initial is None else initial.S
   S = state_write.write(keys.x, x.v, keys.k, across, start, symmetric=once, interpret=interpret)
   added = gram.gram(keys.x, keys.k, None, *across.shape[1:], time_last=True, interpret=interpret)
-  Z, final_Z = _scan(added, across, None if initial is None else initial.Z)
+  Z = scan.scan(added, across, None if initial is None else initial.Z, interpret=interpret)
 
-  far = state_read.read(time_last, x.q, S.found, _terms(Z), discounts.since_start, interpret=interpret)
+  far = state_read.read(time_last, x.q, S.found, Z.found, discounts.since_start, interpret=interpret)
   carried = attention_forward.Carried(*far)
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
-  final = Full(S.final, final_Z) if return_final else None
-  saved = _Saved(x, G, rotation, initial, S.found, Z, final, y, far.normaliser >= 0)
+  final = Full(S.final, Z.final) if return_final else None
+  saved = _Saved(x, G, rotation, initial, S.found, Z.found, final, y, far.normaliser >= 0)
   result = None if final is None else Full(final.S * _of_pieces(scale), final.Z * scale)
   return (y.high.reshape(*q.shape[:-1], -1), result), saved
 
@@ -170,21 +169,21 @@ def _backward(
   keys = _Keys(*copies(x.keys.plain, _of_keys(discounts), after=dS.final, interpret=interpret))
   dnormaliser = -given.delta * inverse
   added = gram.gram(queries.q, queries.q, dnormaliser, *across.shape[1:], time_last=False, interpret=interpret)
-  dZ, dinitial_Z = _scan(added, across, None if dfinal is None else dfinal.Z, reverse=True)
+  dZ = scan.scan(added, across, None if dfinal is None else dfinal.Z, reverse=True, interpret=interpret)
 
   transposed = functools.partial(state_read.read_transposed, interpret=interpret)
-  dq = transposed(queries.x, given.dy, saved.found, queries.q, _terms(saved.Z), inside.q, w_scale=dnormaliser)
+  dq = transposed(queries.x, given.dy, saved.found, queries.q, saved.Z, inside.q, w_scale=dnormaliser)
   # With the very keys, discounted, that the states have, or queries' pulls and keys' would not cancel.
   assert keys.discounted is not None
-  dk = transposed(keys.x, x.v, dS.found, keys.discounted, _terms(dZ), inside.k, scale=discounts.k_scale)
+  dk = transposed(keys.x, x.v, dS.found, keys.discounted, dZ.found, inside.k, scale=discounts.k_scale)
   dv = state_read.read_values(keys.x, keys.k, dS.found, inside.v, interpret=interpret)
 
   assert dS.inner is not None
-  ends = _at_ends(saved, dS.inner, dZ, dfinal, Full(dS.final, dinitial_Z))
+  ends = _at_ends(saved, dS.inner, dZ.found, dfinal, Full(dS.final, dZ.final))
   dtypes = (dtype if saved.initial is None else jnp.float32, dtype)
   dq, dk, pulls = near.finished(x, dq, dk, saved.rotation, dtypes, settings)
-  dlog_gate, drotation = anchors.cotangents(pulls, ends, saved.rotation)
-  dinitial = None if saved.initial is None else Full(dS.final / _of_pieces(scale), dinitial_Z / scale)
+  dlog_gate, drotation = anchors.cotangents(pulls, ends, saved.rotation, near.totals(settings))
+  dinitial = None if saved.initial is None else Full(dS.final / _of_pieces(scale), dZ.final / scale)
   return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), dinitial
 
 
@@ -208,48 +207,19 @@ def _of_keys(discounts: _Discounts) -> tuple[Copy, Copy, Copy]:
 def _discounts(exponents: near.Exponents, G: Total, chunk: int) -> _Discounts:
   group = exponents.q.shape[-1]
   G, before, end = near.spans(G, chunk)
+  k_scale = by_head(jnp.exp2((exponents.k - exponents.top[:, None]).astype(jnp.float32)))
   return _Discounts(
-    k_scale=by_head(jnp.exp2((exponents.k - exponents.top[:, None]).astype(jnp.float32))),
-    until_end=by_head(jnp.exp(end - G)),
-    since_start=jnp.repeat(by_head(jnp.exp(G - before)), group, axis=1),
-    across=jnp.moveaxis(jnp.exp(end - before)[:, :, 0], 1, 2),
+    k_scale=k_scale,
+    until_end=jnp.exp(end - G).reshape(k_scale.shape),
+    since_start=jnp.repeat(jnp.exp(G - before).reshape(k_scale.shape), group, axis=1),
+    across=jnp.exp(end - before)[..., 0],
   )
-
-
-def _terms(Z: Float[Array, "B H n d d"]) -> BFloat16[Array, "B H n terms d d"]:
-  """Z as a sum of bfloat16s."""
-  terms = []
-  for _ in range(state_read.TERMS):
-    terms.append(near.rounded(Z, near.BFLOAT16))
-    Z = Z - terms[-1]
-  return jnp.stack(terms, axis=3).astype(jnp.bfloat16)
-
-
-def _scan(
-  added: Float[Array, "B H n d d"],
-  across: Float[Array, "B H n"],
-  initial: Float[Array, "B H d d"] | None,
-  reverse: bool = False,
-) -> tuple[Float[Array, "B H n d d"], Float[Array, "B H d d"]]:
-  """What each chunk finds, and what is there in the end, of Z <- across Z + added."""
-
-  def after(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    return first[0] * second[0], first[1] * second[0] + second[1]
-
-  if reverse:
-    added, across = added[:, :, ::-1], across[:, :, ::-1]
-  start = jnp.zeros_like(added[:, :, :1]) if initial is None else initial[:, :, None]
-  across = across[..., None, None]
-  steps = jnp.concatenate([jnp.ones_like(across[:, :, :1]), across], axis=2), jnp.concatenate([start, added], axis=2)
-  _, Z = lax.associative_scan(after, steps, axis=2)
-  found, final = Z[:, :, :-1], Z[:, :, -1]
-  return found[:, :, ::-1] if reverse else found, final
 
 
 def _at_ends(
   saved: _Saved,
   inner: Float[Array, "B H m n w 2 w"],
-  dZ: Float[Array, "B H n d d"],
+  dZ: BFloat16[Array, "B H n terms d d"],
   dfinal: Full | None,
   dinitial: Full,
 ) -> Ends:
@@ -265,11 +235,12 @@ def _at_ends(
 
   def of_one(state: Full | None, dstate: Full | None) -> Float[Array, "B H 1 d 2"]:
     if state is None or dstate is None:
-      return jnp.zeros_like(saved.Z[:, :, :1, :, :2])
+      return jnp.zeros_like(saved.Z[:, :, :1, 0, :, :2], jnp.float32)
     S, dS = (pieces.joined(x)[:, :, None] for x in (state.S, dstate.S))
     return between(S, dS) + between(state.Z[:, :, None], dstate.Z[:, :, None])
 
-  between_Z = between(saved.Z[:, :, 1:], dZ[:, :, :-1])
+  Z, dZ = (jnp.sum(terms, axis=3, dtype=jnp.float32) for terms in (saved.Z[:, :, 1:], dZ[:, :, :-1]))
+  between_Z = between(Z, dZ)
   of_S = jnp.sum(inner[:, :, :, :-1], axis=-1).reshape(*inner.shape[:2], *pieces, inner.shape[3] - 1, STATE_WIDTH, 2)
   found = jnp.moveaxis(jnp.sum(of_S, axis=(3, 4)), 2, 3).reshape(between_Z.shape) + between_Z
   first, last = of_one(saved.initial, dinitial), of_one(saved.final, dfinal)

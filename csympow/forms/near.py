@@ -4,6 +4,7 @@ Queries are scaled by a power of two so that their largest coordinate is between
 cancels, and so are keys, whose weights are scaled by the p-th power of that, relative to the longest key of the head.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +15,9 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from csympow.forms.rotating import Rotation, angles, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head
-from csympow.prefix import Total
+from csympow.prefix import Kernel, Total, prefix_sum
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients
+from kernels_pallas.gpu import running as by_kernel
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.tiles import TILE
 from kernels_pallas.weights import LEAST, LOG2E, MOST, SMALLEST
@@ -38,8 +40,8 @@ class Tokens(NamedTuple):
 class Spans(NamedTuple):
   """The running totals of the log gates, cut into equal spans: at each token, just before the span, at its end."""
 
-  G: Total  # B n t H
-  before: Total  # B n 1 H
+  G: Total  # B H n t
+  before: Total  # B H n 1
   end: Total
 
 
@@ -66,11 +68,22 @@ class Pulls(NamedTuple):
   total: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None  # of the betas
 
 
+def totals(settings: Settings) -> Kernel | None:
+  """What sums over time, if not XLA."""
+  return functools.partial(by_kernel.totals, interpret=settings.interpret) if settings.chip == "gpu" else None
+
+
+def running(log_gate: Float[Array, "B T H"], settings: Settings) -> Total:
+  """The running totals of the log gates."""
+  return prefix_sum(log_gate, kernel=totals(settings))
+
+
 def spans(G: Total, size: int) -> Spans:
   """Spans of `size` tokens, of which there are whole ones."""
-  G = Total(*(x.reshape(x.shape[0], -1, size, x.shape[-1]) for x in G))
-  end = Total(*(x[:, :, -1:] for x in G))
-  return Spans(G, Total(*(jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1) for x in end)), end)
+  batch, _, heads = G.hi.shape
+  G = Total(*(by_head(x).reshape(batch, heads, -1, size) for x in G))
+  end = Total(*(x[..., -1:] for x in G))
+  return Spans(G, Total(*(jnp.pad(x[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0))) for x in end)), end)
 
 
 class Exponents(NamedTuple):
@@ -92,14 +105,14 @@ def operands_and_copies(
   """The same, and further copies of scaled and rotated queries and keys."""
   power = settings.power
   batch, time, heads, head_dim = x.k.shape
-  log_scale = (power * (exponents.k - exponents.top[:, None])).astype(jnp.float32)
+  log_scale = power * by_head(exponents.k - exponents.top[:, None]).astype(jnp.float32)
 
-  def tiles(x: Float[Array, "B T H"]) -> Float[Array, "B n t H"]:
-    return x.reshape(batch, -1, TILE, heads)
+  def all_tokens(x: Float[Array, "B H n t"]) -> Float[Array, "B H T"]:
+    return x.reshape(batch, heads, time)
 
   G, before, end = spans(G, TILE)
-  since_start, until_end = (G - before) * LOG2E, (end - G) * LOG2E
-  fold = by_head(jnp.exp2((until_end + tiles(log_scale)) / power))
+  since_start, until_end = (all_tokens(x * LOG2E) for x in (G - before, end - G))
+  fold = jnp.exp2((until_end + log_scale) / power)
   first, last = _visible(before, end, settings.chunk // TILE)
 
   turned = angles(x.rotation)
@@ -118,15 +131,15 @@ def operands_and_copies(
     keys=attention_forward.Keys(
       folded=folded,
       plain=plain,
-      gate=by_head(since_start),
-      pull=by_head(since_start.reshape(batch, time, heads) - log_scale),
-      decay=by_head(jnp.exp2(since_start[:, :, -1])),
-      first=by_head(first),
+      gate=since_start,
+      pull=since_start - log_scale,
+      decay=jnp.exp(end - before)[..., 0],
+      first=first,
     ),
     ends=attention_backward.Ends(
       fold=fold,
-      total=jnp.stack([by_head(x[:, :, 0]) for x in end]),
-      last=by_head(last),
+      total=jnp.stack([x[..., 0] for x in end]),
+      last=last,
     ),
     v=x.v.astype(jnp.bfloat16),
     q_exponent=q_exponent,
@@ -152,22 +165,22 @@ def _room(rotation: Rotation | None) -> int:
   return 0 if rotation is None else 1
 
 
-def _visible(before: Total, end: Total, in_chunk: int) -> tuple[Int[Array, "B n H"], Int[Array, "B n H"]]:
+def _visible(before: Total, end: Total, in_chunk: int) -> tuple[Int[Array, "B H n"], Int[Array, "B H n"]]:
   """Of each tile: the earliest of its chunk's tiles that it can see, and the latest that can see it."""
-  batch, count, _, heads = end.hi.shape
+  shape = end.hi.shape[:3]
 
   def by_chunk(total: Total) -> Total:
-    return Total(*(x.reshape(batch, -1, in_chunk, 1, heads) for x in total))
+    return Total(*(x.reshape(*shape[:2], -1, in_chunk, 1) for x in total))
 
-  # Between the end of one tile and the start of a later one: B chunk, query tile, key tile, H.
-  keys = Total(*(jnp.swapaxes(x, 2, 3) for x in by_chunk(end)))
-  invisible = ((by_chunk(before) - keys) * LOG2E < _INVISIBLE) & jnp.tri(in_chunk, k=-1, dtype=bool)[:, :, None]
-  start = in_chunk * jnp.arange(count // in_chunk, dtype=jnp.int32)[:, None, None]
-  first = start + jnp.sum(invisible, axis=3, dtype=jnp.int32)
-  last = start + in_chunk - 1 - jnp.sum(invisible, axis=2, dtype=jnp.int32)
+  # Between the end of one tile and the start of a later one: B H chunk, query tile, key tile.
+  keys = Total(*(jnp.swapaxes(x, 3, 4) for x in by_chunk(end)))
+  invisible = ((by_chunk(before) - keys) * LOG2E < _INVISIBLE) & jnp.tri(in_chunk, k=-1, dtype=bool)
+  start = in_chunk * jnp.arange(shape[2] // in_chunk, dtype=jnp.int32)[:, None]
+  first = start + jnp.sum(invisible, axis=4, dtype=jnp.int32)
+  last = start + in_chunk - 1 - jnp.sum(invisible, axis=3, dtype=jnp.int32)
   # No later one sees less far, whatever the gates: the backward kernel's turns rely on it, and would wait for ever.
-  last = jnp.max(jnp.where(jnp.tri(in_chunk, dtype=bool)[:, :, None], last[:, :, None], 0), axis=3)
-  return first.reshape(batch, count, heads), last.reshape(batch, count, heads)
+  last = jnp.max(jnp.where(jnp.tri(in_chunk, dtype=bool), last[..., None, :], 0), axis=4)
+  return first.reshape(shape), last.reshape(shape)
 
 
 def forward(x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interpret: Any) -> attention_forward.Outputs:

@@ -6,12 +6,13 @@ bfloat16 has float32's range, so keys need no exponents of their own, only that 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from csympow.forms import near, rotating
 from csympow.forms.spans import Settings
-from csympow.prefix import Total
+from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu.attention_backward import Gradients
 from kernels_pallas.gpu.attention_forward import Outputs
 from kernels_pallas.tpu import attention_backward, attention_forward, pairs
@@ -28,14 +29,20 @@ class Operands(NamedTuple):
   top: Int[Array, "B H"]
 
 
+def running(log_gate: Float[Array, "B T H"], settings: Settings) -> Total:
+  """The running totals of the log gates; without the barrier XLA would compute them again and again."""
+  del settings
+  return lax.optimization_barrier(prefix_sum(log_gate))
+
+
 def chunks(x: near.Tokens, G: Total, size: int) -> tuple[Chunks, Int[Array, "B T H g"], Int[Array, "B H"]]:
   """The kernels' inputs, with gates counted from the start of each `size` tokens; queries' and keys' exponents."""
   q_exponent, _, top = near.exponents(x)
   q, k = rotating.rotated(x.q * near.power_of_two(-q_exponent), x.k * near.power_of_two(-top)[:, None], x.rotation)
   G, before, end = near.spans(G, size)
 
-  def row(a: Float[Array, "B n t H"]) -> Float[Array, "B H 1 T"]:
-    return jnp.moveaxis(a.reshape(a.shape[0], 1, -1, a.shape[-1]), -1, 1)
+  def row(a: Float[Array, "B H n t"]) -> Float[Array, "B H 1 T"]:
+    return a.reshape(*a.shape[:2], 1, -1)
 
   return (
     Chunks(
@@ -44,7 +51,7 @@ def chunks(x: near.Tokens, G: Total, size: int) -> tuple[Chunks, Int[Array, "B T
       v=jnp.moveaxis(x.v.astype(jnp.bfloat16), 1, -1),
       gate=row((G - before) * LOG2E),
       until=row(jnp.exp(end - G)),
-      across=jnp.moveaxis(jnp.exp(end - before), 1, -1).swapaxes(1, 2),
+      across=row(jnp.exp(end - before)),
     ),
     q_exponent,
     top,

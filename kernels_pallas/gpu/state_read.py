@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float
 
 from kernels_pallas.gpu.pieces import Piece, Pieces, coordinates
+from kernels_pallas.gpu.scan import TERMS
 from kernels_pallas.gpu.tiles import (
   BLOCK,
   LOADING_REGISTERS,
@@ -43,8 +44,7 @@ from kernels_pallas.gpu.tiles import (
   wait_if,
 )
 
-TERMS = 2  # bfloat16s that Z is the sum of; and coordinates in a visit
-_SLOTS = 4  # of as many matrices each
+_SLOTS = 4  # each for a visit: the matrices of Z, or of as many coordinates
 _COMPUTING = BLOCK // ROWS  # warpgroups
 
 

@@ -1,0 +1,77 @@
+"""Kernels that sum over time, running totals and the normaliser's state: in the interpreter and, if asked, on a GPU."""
+
+import functools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from csympow import prefix
+from kernels_pallas.gpu.running import totals
+from kernels_pallas.gpu.scan import scan
+
+INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
+WHERE = [pytest.param(INTERPRETED, id="interpreted"), pytest.param(None, id="chip", marks=pytest.mark.gpu)]
+
+
+def assert_total(found, expected, bits):
+  high, low = (np.asarray(half, np.float64) for half in found)
+  error = np.max(np.abs(high + low - expected) / np.max(np.abs(expected), axis=-1, keepdims=True))
+  assert error < 2.0**-bits, f"2 ** {np.log2(error):.1f}"
+  assert np.all(np.abs(low) <= 2.0**-24 * np.abs(high))
+
+
+# One tile; several sequences in a block of the grid; sequences that go on in the next; in the one after it.
+@pytest.mark.parametrize("shape", [(1, 1, 5), (3, 2, 700), (1, 2, 70 * 128), (1, 1, 150 * 128)], ids=str)
+@pytest.mark.parametrize("interpret", WHERE)
+def test_totals_keep_more_bits_than_float32_has(interpret, shape):
+  x = np.asarray(np.exp(4 * np.random.default_rng(0).standard_normal(shape)), np.float32)
+  found = jax.jit(functools.partial(totals, interpret=interpret))(x)
+  assert_total(found, np.cumsum(x, axis=-1, dtype=np.float64), 31)  # matrix units cut off what an adder would round
+
+
+@pytest.mark.parametrize("interpret", WHERE)
+def test_a_prefix_sum_by_the_kernel_is_the_same_backwards(interpret):
+  x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 300, 3)), jnp.float32)
+  kernel = functools.partial(totals, interpret=interpret)
+  found, expected = (jax.jit(functools.partial(prefix.prefix_sum, reverse=True, kernel=by))(x) for by in (kernel, None))
+  np.testing.assert_allclose(found.hi, expected.hi, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("interpret", WHERE)
+@pytest.mark.parametrize("value", [0.0, 1e-37, 3e37])
+def test_totals_of_small_and_large_numbers(interpret, value):
+  x = jnp.zeros((1, 1, 384), jnp.float32).at[0, 0, ::200].set(value)
+  high, _ = jax.jit(functools.partial(totals, interpret=interpret))(x)
+  np.testing.assert_allclose(high, np.cumsum(np.asarray(x, np.float64), axis=-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("interpret", WHERE)
+@pytest.mark.filterwarnings("ignore:.* encountered in matmul:RuntimeWarning")  # the interpreter's
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e9])
+def test_what_comes_later_does_not_change_the_totals_of_tiles_before(interpret, value):
+  x = jnp.full((2, 1, 512), 0.1, jnp.float32)
+  run = jax.jit(functools.partial(totals, interpret=interpret))
+  (before, _), (after, _) = run(x), run(x.at[0, 0, 300].set(value))
+  np.testing.assert_array_equal(after[0, 0, :256], before[0, 0, :256])
+  np.testing.assert_array_equal(after[1], before[1])
+  assert np.isfinite(after[0, 0, 384:]).all() == np.isfinite(value)
+
+
+@pytest.mark.parametrize("interpret", WHERE)
+@pytest.mark.parametrize("count", [1, 8, 11])
+@pytest.mark.parametrize(("reverse", "begins"), [(False, False), (True, True)])
+def test_chunks_find_the_state_of_those_before_them(interpret, count, reverse, begins):
+  rng = np.random.default_rng(count)
+  added = rng.standard_normal((2, 1, count, 64, 64)).astype(np.float32)
+  across = rng.random((2, 1, count)).astype(np.float32)
+  initial = rng.standard_normal((2, 1, 64, 64)).astype(np.float32) if begins else None
+  found, final = jax.jit(functools.partial(scan, reverse=reverse, interpret=interpret))(added, across, initial)
+  expected, Z = {}, np.zeros((2, 1, 64, 64)) if initial is None else initial.astype(np.float64)
+  for c in range(count)[:: -1 if reverse else 1]:
+    expected[c], Z = Z, across[:, :, c, None, None] * Z + added[:, :, c]
+  np.testing.assert_allclose(final, Z, atol=1e-5)
+  terms = np.sum(np.asarray(found, np.float64), axis=3)
+  np.testing.assert_allclose(terms, np.stack([expected[c] for c in range(count)], axis=2), atol=1e-4)
