@@ -125,7 +125,9 @@ def _forward(
   added = gram.gram(keys.x, keys.k, None, *across.shape[1:], time_last=True, interpret=interpret)
   Z = scan.scan(added, across, None if initial is None else initial.Z, interpret=interpret)
 
-  far = state_read.read(time_last, x.q, S.found, Z.found, discounts.since_start, interpret=interpret)
+  # Gradients need what rounding to 16 bits would lose.
+  wanted = jnp.float32 if save else jnp.bfloat16
+  far = state_read.read(time_last, x.q, S.found, Z.found, discounts.since_start, dtype=wanted, interpret=interpret)
   carried = attention_forward.Carried(*far)
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, Z.final) if return_final else None

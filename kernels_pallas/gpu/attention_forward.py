@@ -223,9 +223,8 @@ def forward(
         weight = plgpu.load(weight_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
         heard = weight >= 0
         normaliser = normaliser + jnp.where(heard, weight, 0.0)
-        total = total + plgpu.load(source, layout=WGMMA, optimized=not wide) * down(
-          jnp.where(heard, 1.0, 0.0), total.shape
-        )
+        from_state = plgpu.load(source, layout=WGMMA, optimized=not wide).astype(f32)
+        total = total + from_state * down(jnp.where(heard, 1.0, 0.0), total.shape)
       found = normaliser > SMALLEST
       inverse = jnp.where(found, 1.0 / jnp.where(found, normaliser, 1.0), 0.0)
       y = total * down(inverse, total.shape)
@@ -293,7 +292,7 @@ def forward(
     shared((slots, ROWS, value_dim), v.dtype),
     shared((computing, ROWS, value_dim), jnp.bfloat16) if save_low else plgpu.SMEM((1,), f32),
     plgpu.SMEM((computing, ROWS), f32),
-    plgpu.SMEM((1,), f32) if carried is None or wide else shared((computing, ROWS, value_dim), f32),
+    plgpu.SMEM((1,), f32) if carried is None or wide else shared((computing, ROWS, value_dim), carried.numerator.dtype),
     plgpu.SMEM((computing, ROWS), f32),
     plgpu.SMEM((computing, ROWS), f32),
     plgpu.SMEM((TILE * pairs,), f32),

@@ -26,6 +26,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float
 
 from kernels_pallas.gpu.pieces import Piece, Pieces, coordinates
@@ -72,15 +73,19 @@ def read(
   Z: BFloat16[Array, "B H n terms d d"],
   scale: Float[Array, "B Hq T"],
   *,
+  dtype: DTypeLike = jnp.float32,
   interpret: Any = None,
 ) -> Found:
-  """The sums over all that the chunk's state holds; x is y, time last, which may have another type of 16 bits."""
+  """The sums over all that the chunk's state holds; x is y, time last, which may have another type of 16 bits.
+
+  Numerators are of `dtype`, if all coordinates of a query are read at once.
+  """
   pieces = _pieces(x, S)
   if pieces.first > 1:
     return Found(_symmetric(x, y, S, None, scale, interpret), _normaliser(y.astype(x.dtype), Z, scale))
-  numerator, normaliser = _read(x, y, S, _Options(Z=Z, scale=scale), Piece(0, 0, 0), False, interpret)
+  numerator, normaliser = _read(x, y, S, _Options(Z=Z, scale=scale), Piece(0, 0, 0), False, interpret, dtype)
   others = [Piece(0, 0, u) for u in range(1, pieces.values)]
-  more = [_read(x, y, S, _Options(scale=scale), piece, False, interpret)[0] for piece in others]
+  more = [_read(x, y, S, _Options(scale=scale), piece, False, interpret, dtype)[0] for piece in others]
   return Found(_side_by_side([numerator, *more]), normaliser)
 
 
@@ -175,6 +180,7 @@ def _read(
   piece: Piece,
   transposed: bool,
   interpret: Any,
+  dtype: DTypeLike = jnp.float32,
 ) -> tuple[Array, ...]:
   """What one piece gives; Z's piece is that of its coordinates, the rows that of the outputs'.
 
@@ -340,7 +346,7 @@ def _read(
       for n in range(visits - _SLOTS, visits):  # leave no arrival unseen
         plgpu.barrier_wait(freed.at[n % _SLOTS])
 
-  dtype = f32 if given.rows is None else given.rows.dtype
+  dtype = dtype if given.rows is None else given.rows.dtype
   outputs = [jax.ShapeDtypeStruct((batch, time, all_heads, width), dtype)]
   if finds_normaliser:
     outputs.append(jax.ShapeDtypeStruct((batch, all_heads, time), f32))
