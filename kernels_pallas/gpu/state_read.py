@@ -7,9 +7,9 @@ The gradients of queries, keys and values are of the same form: with the cotange
 place of the second q, S[a] the other way round, and Z q added. They go to what pairs inside the chunk gave.
 
 A block of the grid owns 256 tokens of a chunk; states stream past. Features are not expanded: y times one column of x,
-in registers, is the left operand. A pair of coordinates of which one is in the first half and the other in the second
-is taken once, twice as heavy, unless S[a] stands the other way round. Z comes as terms whose sum has more bits than
-one, for the normaliser can be the small rest of large terms.
+in registers, is the left operand. A pair of coordinates that are in two different quarters is taken once, twice as
+heavy, unless S[a] stands the other way round. Z comes as terms whose sum has more bits than one, for the normaliser can
+be the small rest of large terms.
 
     warpgroups 0 to 3   64 tokens each
     warpgroup 4         loads
@@ -193,21 +193,34 @@ def _read(
   rows_of_piece = given.rows is not None and given.rows.shape[-1] == width
   group, tiles, in_chunk = all_heads // heads, time // BLOCK, time // count // BLOCK
   assert time % (count * BLOCK) == 0
-  # Matrices come by columns, all of them or half: of the last matrices only the second half is needed.
-  whole_only = transposed or piece.i != piece.j
-  columns = width if whole_only else width // 2
-  halves = width // columns
+  # Matrices come whole, or by quarters of their columns: of S[a] only a's quarter and later ones are needed.
+  whole = transposed or piece.i != piece.j
+  columns = width if whole else width // 4
+  parts = width // columns
+  # In a visit come so many coordinates; of a symmetric state as many of the first quarter and the last, or of the
+  # second and the third, so that it is always as much that comes.
+  kinds = [[(0, range(1))]] if whole else [[(0, range(4)), (3, range(3, 4))], [(1, range(1, 4)), (2, range(2, 4))]]
+  in_visit = TERMS * sum(len(some) for _, some in kinds[0])
   first = 0 if given.Z is None else 1  # visits to Z come before those to S
-  last_whole = first + columns // TERMS
-  visits = last_whole + (width - columns) // (halves * TERMS)
+  of_kind = width // TERMS // (len(kinds) * len(kinds[0]))
+  visits = first + len(kinds) * of_kind
   finds_normaliser = given.Z is not None and not transposed
   f32 = jnp.float32
 
-  def visited(n: Any, whole: bool) -> list[tuple[Any, int]]:
-    """The coordinates a, and which columns of S[a], that come with visit n."""
-    if whole:
-      return [((n - first) * TERMS + m, h) for m in range(TERMS) for h in range(halves)]
-    return [(columns + (n - last_whole) * halves * TERMS + m, 1) for m in range(halves * TERMS)]
+  def visited(n: Any, kind: int) -> list[tuple[Any, int, bool]]:
+    """The coordinates a that come with visit n, and which part of S[a]; and whether it counts for (b, a), too."""
+    place = (n - first - kind * of_kind) * TERMS
+    return [
+      (quarter * columns + place + m, part, not transposed and (whole or part > quarter))
+      for m in range(TERMS)
+      for quarter, some in kinds[kind]
+      for part in some
+    ]
+
+  def each_visit(visit: Any) -> None:
+    for kind in range(len(kinds)):
+      start = first + kind * of_kind
+      lax.fori_loop(start, jnp.int32(start + of_kind), functools.partial(visit, kind=kind), None)
 
   def kernel(x_ref, y_ref, s_ref, *more):
     refs = list(more)
@@ -248,13 +261,13 @@ def _read(
       def operand(slot, m):
         return s_smem.at[slot, m] if transposed else s_smem.at[slot, m].transpose((1, 0))
 
-      def part_of(y, h):
-        return y if halves == 1 else y[:, h * columns : (h + 1) * columns]
+      def part_of(y, n):
+        return y if parts == 1 else y[:, n * columns : (n + 1) * columns]
 
       def times_Z(left):
         def products(sums):
-          for m in range(halves * TERMS):
-            multiply(sums, part_of(left, m % halves), operand(0, m))
+          for m in range(parts * TERMS):
+            multiply(sums, part_of(left, m % parts), operand(0, m))
           done_with(0)
           return sums[...]
 
@@ -277,20 +290,20 @@ def _read(
         normaliser_smem[thread] = normaliser * along(scale_smem.at[thread])
 
       def gather(sums):
-        def visit(n, none, *, whole):
+        def visit(n, none, *, kind):
           slot = lax.rem(n, jnp.int32(_SLOTS))
           plgpu.barrier_wait(filled.at[slot])
-          for m, (a, h) in enumerate(visited(n, whole)):
-            factor, left = along(x_smem.at[a, pl.ds(thread * ROWS, ROWS)]), part_of(y, h)
-            if not transposed and (whole_only or (whole and h == 1)):  # for (b, a), too, which does not come
+          for m, (a, part, twice) in enumerate(visited(n, kind)):
+            factor, left = along(x_smem.at[a, pl.ds(thread * ROWS, ROWS)]), part_of(y, part)
+            if twice:
               factor = factor + factor
             multiply(sums, left * down(factor, left.shape), operand(slot, m))
+            if m + 1 == in_visit // 2 and not whole:  # or ptxas is short of registers, and does so after every product
+              plgpu.wgmma_wait(0)
           done_with(slot)
           return none
 
-        lax.fori_loop(first, jnp.int32(last_whole), functools.partial(visit, whole=True), None)
-        if last_whole < visits:
-          lax.fori_loop(last_whole, jnp.int32(visits), functools.partial(visit, whole=False), None)
+        each_visit(visit)
 
       (z,) = accumulate(gather, (initial,), interpret)
       if options.scale is not None:
@@ -324,25 +337,21 @@ def _read(
           if source_ref is not None:
             fetch(source_ref.at[b, head, tokens(part)], target.at[part], here)
 
-      def some_columns(h):
-        return pl.ds(h * columns, columns)
-
       if first:
-        for m in range(halves * TERMS):
-          at = pl.ds(j * width + (m % halves) * columns, columns)
-          of_Z = options.Z.at[b, source, c, m // halves, coordinates(i), at]
-          fetch(of_Z, s_smem.at[0, m], filled.at[0])
+        for m in range(in_visit):  # what is too many comes again, for a barrier waits for as many every time
+          n = m % (parts * TERMS)
+          at = pl.ds(j * width + (n % parts) * columns, columns)
+          fetch(options.Z.at[b, source, c, n // parts, coordinates(i), at], s_smem.at[0, m], filled.at[0])
 
-      def copy(n, none, *, whole):
+      def copy(n, none, *, kind):
         slot = lax.rem(n, jnp.int32(_SLOTS))
         wait_if(n >= _SLOTS, freed.at[slot])
-        for m, (a, h) in enumerate(visited(n, whole)):
-          fetch(s_ref.at[b, source, number, c, a, :, some_columns(h)], s_smem.at[slot, m], filled.at[slot])
+        for m, (a, part, _) in enumerate(visited(n, kind)):
+          some = pl.ds(part * columns, columns)
+          fetch(s_ref.at[b, source, number, c, a, :, some], s_smem.at[slot, m], filled.at[slot])
         return none
 
-      lax.fori_loop(first, jnp.int32(last_whole), functools.partial(copy, whole=True), None)
-      if last_whole < visits:
-        lax.fori_loop(last_whole, jnp.int32(visits), functools.partial(copy, whole=False), None)
+      each_visit(copy)
       for n in range(visits - _SLOTS, visits):  # leave no arrival unseen
         plgpu.barrier_wait(freed.at[n % _SLOTS])
 
@@ -360,13 +369,13 @@ def _read(
     plgpu.SMEM((width, BLOCK), x.dtype),
     plgpu.RefUnion(*y_memory) if interpret is None else y_memory,
     plgpu.SMEM((1,), f32) if given.w is None else shared((_COMPUTING, ROWS, width), given.w.dtype),
-    shared((_SLOTS, halves * TERMS, width, columns), S.dtype),
+    shared((_SLOTS, in_visit, width, columns), S.dtype),
     shared((_COMPUTING, ROWS, width), dtype),
     plgpu.SMEM((max(1, sum(wanted)), _COMPUTING, ROWS), f32),
     plgpu.Barrier(num_arrivals=1 + _COMPUTING * (1 + sum(array is not None for array in given[1:]))),
-    plgpu.Barrier(num_arrivals=halves * TERMS, num_barriers=_SLOTS),
+    plgpu.Barrier(num_arrivals=in_visit, num_barriers=_SLOTS),
     plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_SLOTS),
-    *((shared((_COMPUTING, ROWS, width // halves), x.dtype),) if interpret is not None else ()),
+    *((shared((_COMPUTING, ROWS, columns), x.dtype),) if interpret is not None else ()),
   ]
   found = plgpu.kernel(
     kernel,

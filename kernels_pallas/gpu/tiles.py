@@ -23,7 +23,7 @@ BLOCK = 4 * ROWS  # sequences and chunks are whole ones of these
 MULTIPROCESSORS = 132  # of an H100 or H200
 # Of a thread, by how many warpgroups compute beside one that loads. Together they are no more than a block starts with,
 # 65,536 over its threads in whole 8s: a warpgroup that asked for more would wait for ever.
-REGISTERS, LOADING_REGISTERS = {2: 232, 3: 160, 4: 112}, 24
+REGISTERS, LOADING_REGISTERS = {2: 232, 3: 160, 4: 112}, 32
 WGMMA = plgpu.Layout.WGMMA
 
 
