@@ -41,25 +41,6 @@ def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Ar
     plgpu.copy_gmem_to_smem(ones_ref, ones_smem, filled)
     first = lax.axis_index("block") * ROWS
     given = plgpu.load(x_ref.at[pl.ds(first, ROWS)], layout=WGMMA, optimized=False)
-    unit, *parts = _on_grid(given, jnp.abs(given).max(axis=1))
-    for n, part in enumerate(parts):
-      for piece in range(_PIECES):
-        high = rounded(part, jnp.bfloat16)
-        pieces_smem[n, piece] = high
-        part = part - high.astype(f32)
-    plgpu.commit_smem()
-    plgpu.barrier_wait(filled)
-
-    def products(*sums):
-      for n, sum_of_part in enumerate(sums):
-        for piece in range(_PIECES):
-          plgpu.wgmma(sum_of_part, pieces_smem.at[n, piece], ones_smem)
-      plgpu.wgmma_wait(0)
-      return tuple(sums[n][...] for n in range(2))
-
-    inside = pl.run_scoped(products, plgpu.ACC(shape, f32), plgpu.ACC(shape, f32))
-    inside = _two_sum(*(down(unit, shape) * part for part in inside))
-
     # Tiles of the sequence that goes on from the block before, many at a time; then those of this block.
     behind = lax.rem(first, jnp.int32(in_sequence))
     place = index((ROWS, ROWS), 0, first)
@@ -80,6 +61,25 @@ def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Ar
     before = _sum_of_pairs(
       _row_sums(carried, begins <= first - behind), _row_sums(of_tiles(first), (begins <= other) & (other < place))
     )
+
+    unit, *parts = _on_grid(given, jnp.abs(given).max(axis=1))
+    for n, part in enumerate(parts):
+      for piece in range(_PIECES):
+        high = rounded(part, jnp.bfloat16)
+        pieces_smem[n, piece] = high
+        part = part - high.astype(f32)
+    plgpu.commit_smem()
+    plgpu.barrier_wait(filled)
+
+    def products(*sums):
+      for n, sum_of_part in enumerate(sums):
+        for piece in range(_PIECES):
+          plgpu.wgmma(sum_of_part, pieces_smem.at[n, piece], ones_smem)
+      plgpu.wgmma_wait(0)
+      return tuple(sums[n][...] for n in range(2))
+
+    inside = pl.run_scoped(products, plgpu.ACC(shape, f32), plgpu.ACC(shape, f32))
+    inside = _two_sum(*(down(unit, shape) * part for part in inside))
     high, low = _sum_of_pairs([down(part, shape) for part in before], inside)
     out_high_ref[pl.ds(first, ROWS), :] = high
     out_low_ref[pl.ds(first, ROWS), :] = low
