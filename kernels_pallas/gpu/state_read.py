@@ -165,11 +165,15 @@ def _normaliser(
 ) -> Float[Array, "B Hq T"]:
   """Scale y . Z y, of wide heads by XLA."""
   batch, time, all_heads, head_dim = y.shape
-  q = y.reshape(batch, Z.shape[2], -1, Z.shape[1], all_heads // Z.shape[1], head_dim)
-  product = functools.partial(jnp.einsum, "bnthgd,bhnde->bnthge", q, preferred_element_type=jnp.float32)
-  Zq = sum(product(Z[:, :, :, term]) for term in range(TERMS))
-  found: Array = jnp.sum(Zq * q.astype(jnp.float32), axis=-1).reshape(batch, time, all_heads)
-  return jnp.moveaxis(found, 1, 2) * scale
+  heads, count = Z.shape[1:3]
+  q = y.reshape(batch, count, time // count, heads, -1, head_dim)
+  q = jnp.moveaxis(q, 3, 1).reshape(batch, heads, count, -1, head_dim)
+  # A sum over the terms, too.
+  twice = jnp.concatenate([q] * TERMS, axis=-1)
+  terms = Z.reshape(batch, heads, count, TERMS * head_dim, head_dim)
+  Zq = jnp.einsum("bhnqd,bhnde->bhnqe", twice, terms, preferred_element_type=jnp.float32)
+  found = jnp.sum(Zq * q.astype(jnp.float32), axis=-1).reshape(batch, heads, time, -1)
+  return jnp.swapaxes(found, 2, 3).reshape(batch, all_heads, time) * scale
 
 
 def _read(
