@@ -23,8 +23,8 @@ def assert_total(found, expected, bits):
   assert np.all(np.abs(low) <= 2.0**-24 * np.abs(high))
 
 
-# One tile; several sequences in a block of the grid; sequences that go on in the next; in the one after it.
-@pytest.mark.parametrize("shape", [(1, 1, 5), (3, 2, 700), (1, 2, 70 * 128), (1, 1, 150 * 128)], ids=str)
+# Several sequences in a block of the grid; a tile of one token; sequences that go on in the next block, and after it.
+@pytest.mark.parametrize("shape", [(3, 2, 700), (2, 2, 1025), (1, 2, 70 * 128), (1, 1, 150 * 128)], ids=str)
 @pytest.mark.parametrize("interpret", WHERE)
 def test_totals_keep_more_bits_than_float32_has(interpret, shape):
   x = np.asarray(np.exp(4 * np.random.default_rng(0).standard_normal(shape)), np.float32)
@@ -41,7 +41,7 @@ def test_a_prefix_sum_by_the_kernel_is_the_same_backwards(interpret):
 
 
 @pytest.mark.parametrize("interpret", WHERE)
-@pytest.mark.parametrize("value", [0.0, 1e-37, 3e37])
+@pytest.mark.parametrize("value", [1e-37, 3e37])
 def test_totals_of_small_and_large_numbers(interpret, value):
   x = jnp.zeros((1, 1, 384), jnp.float32).at[0, 0, ::200].set(value)
   high, _ = jax.jit(functools.partial(totals, interpret=interpret))(x)
@@ -50,7 +50,7 @@ def test_totals_of_small_and_large_numbers(interpret, value):
 
 @pytest.mark.parametrize("interpret", WHERE)
 @pytest.mark.filterwarnings("ignore:.* encountered in matmul:RuntimeWarning")  # the interpreter's
-@pytest.mark.parametrize("value", [np.nan, np.inf, 1e9])
+@pytest.mark.parametrize("value", [np.nan, 1e9])
 def test_what_comes_later_does_not_change_the_totals_of_tiles_before(interpret, value):
   x = jnp.full((2, 1, 512), 0.1, jnp.float32)
   run = jax.jit(functools.partial(totals, interpret=interpret))
@@ -61,8 +61,7 @@ def test_what_comes_later_does_not_change_the_totals_of_tiles_before(interpret, 
 
 
 @pytest.mark.parametrize("interpret", WHERE)
-@pytest.mark.parametrize("count", [1, 8, 11])
-@pytest.mark.parametrize(("reverse", "begins"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("count", "reverse", "begins"), [(1, False, False), (11, True, True), (8, False, True)])
 def test_chunks_find_the_state_of_those_before_them(interpret, count, reverse, begins):
   rng = np.random.default_rng(count)
   added = rng.standard_normal((2, 1, count, 64, 64)).astype(np.float32)
