@@ -61,14 +61,16 @@ def test_what_comes_later_does_not_change_the_totals_of_tiles_before(interpret, 
 
 
 @pytest.mark.parametrize("interpret", WHERE)
-@pytest.mark.parametrize(("count", "reverse", "begins"), [(1, False, False), (11, True, True), (8, False, True)])
-def test_chunks_find_the_state_of_those_before_them(interpret, count, reverse, begins):
+@pytest.mark.parametrize(
+  ("count", "d", "reverse", "begins"), [(1, 64, False, False), (11, 64, True, True), (2, 128, False, False)]
+)
+def test_chunks_find_the_state_of_those_before_them(interpret, count, d, reverse, begins):
   rng = np.random.default_rng(count)
-  added = rng.standard_normal((2, 1, count, 64, 64)).astype(np.float32)
+  added = rng.standard_normal((2, 1, count, d, d)).astype(np.float32)
   across = rng.random((2, 1, count)).astype(np.float32)
-  initial = rng.standard_normal((2, 1, 64, 64)).astype(np.float32) if begins else None
+  initial = rng.standard_normal((2, 1, d, d)).astype(np.float32) if begins else None
   found, final = jax.jit(functools.partial(scan, reverse=reverse, interpret=interpret))(added, across, initial)
-  expected, Z = {}, np.zeros((2, 1, 64, 64)) if initial is None else initial.astype(np.float64)
+  expected, Z = {}, np.zeros((2, 1, d, d)) if initial is None else initial.astype(np.float64)
   for c in range(count)[:: -1 if reverse else 1]:
     expected[c], Z = Z, across[:, :, c, None, None] * Z + added[:, :, c]
   np.testing.assert_allclose(final, Z, atol=1e-5)

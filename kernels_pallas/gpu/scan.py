@@ -17,7 +17,7 @@ from jaxtyping import Array, BFloat16, Float
 from kernels_pallas.gpu.tiles import rounded, varying_as
 
 TERMS = 2  # bfloat16s that a Z is the sum of
-_ROWS = 8  # of Z, in a block of the grid
+_VECTOR = 4  # numbers of a thread, which are next to each other
 _AT_ONCE = 8  # chunks that are asked for together
 
 
@@ -38,14 +38,15 @@ def scan(
 ) -> Scanned:
   """From `initial`, or nothing, forwards or backwards in time."""
   batch, heads, count, head_dim = added.shape[:4]
-  slices, f32 = head_dim // _ROWS, jnp.float32
-  layout = plgpu.Layout.WG_STRIDED((_ROWS, head_dim), vec_size=4)
+  rows = 128 * _VECTOR // head_dim  # of Z, in a block of the grid
+  slices, f32 = head_dim // rows, jnp.float32
+  layout = plgpu.Layout.WG_STRIDED((rows, head_dim), vec_size=_VECTOR)
 
   def kernel(added_ref, across_ref, *more):
     found_ref, final_ref = more[-2:]
     row, n = (f(lax.axis_index("block"), jnp.int32(slices)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
-    at = pl.ds(n * _ROWS, _ROWS)
+    at = pl.ds(n * rows, rows)
 
     def load(ref):
       return plgpu.load(ref.at[at], layout=layout, optimized=False)
@@ -67,7 +68,7 @@ def scan(
         Z = jnp.where(step < count, decay, 1.0) * Z + jnp.where(step < count, 1.0, 0.0) * more_of_Z
       return Z
 
-    Z = plgpu.layout_cast(jnp.zeros((_ROWS, head_dim), f32), layout) if initial is None else load(more[0].at[b, head])
+    Z = plgpu.layout_cast(jnp.zeros((rows, head_dim), f32), layout) if initial is None else load(more[0].at[b, head])
     final_ref[b, head, at, :] = lax.fori_loop(0, jnp.int32(-(-count // _AT_ONCE)), walk, Z)
 
   matrix = (head_dim, head_dim)
