@@ -17,7 +17,7 @@ from csympow.forms import carried, chunked, fused, fused_chunked, fused_step, ne
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.gates import effective_log_gate
-from csympow.prefix import Kernel
+from csympow.prefix import TotalsKernel
 from csympow.segments import find_runs
 from csympow.state import State, of_layer, with_layer
 
@@ -231,7 +231,7 @@ def _prepare(
   state: State | None,
   for_kernels: bool = False,
   phase: Array | None = None,
-  totals: Kernel | None = None,
+  totals: TotalsKernel | None = None,
 ) -> _Prepared:
   """Checked arguments as the forms take them; `phase` is what the rotation goes on from where there is no state.
 
@@ -358,7 +358,7 @@ def _attend(
   kernels = implementation == "pallas"
   prepare = _prepare
   if kernels:
-    totals = near.totals(settings) if settings.interpret is None else None  # checkpoint takes no interpreter
+    totals = near.totals_kernel(settings) if settings.interpret is None else None  # checkpoint takes none
     by_kernels = functools.partial(_prepare, for_kernels=True, totals=totals)
     prepare = jax.checkpoint(by_kernels, prevent_cse=False)
   x = prepare(q, k, v, log_gate, beta, rates, segment_ids, scale, state)

@@ -30,7 +30,7 @@ class Total(NamedTuple):
     return (self.hi - other.hi) + (self.lo - other.lo)
 
 
-type Kernel = Callable[[Float[Array, "B H T"]], tuple[Float[Array, "B H T"], Float[Array, "B H T"]]]
+type TotalsKernel = Callable[[Float[Array, "B H T"]], tuple[Float[Array, "B H T"], Float[Array, "B H T"]]]
 
 
 def two_sum(a: Float[Array, "..."], b: Float[Array, "..."]) -> Total:
@@ -45,12 +45,12 @@ def prefix_sum(
   restarts: Bool[Array, "B T 1"] | None = None,
   *,
   reverse: bool = False,
-  kernel: Kernel | None = None,
+  kernel: TotalsKernel | None = None,
 ) -> Total:
   """The inclusive sum over time, forwards or backwards, beginning anew at each token where `restarts` is true.
 
   Inside a block of tokens a product with a triangle of ones, and so on with the totals of blocks; if there are restarts
-  these are joined by an associative scan. A `kernel` does all of that at once where nothing begins anew.
+  these are joined by an associative scan. A `kernel` does all of that at once, unless there are restarts.
   """
   if reverse:
     x, restarts = x[:, ::-1], None if restarts is None else restarts[:, ::-1]

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from csympow.checks import came, is_count, require, validated
-from csympow.prefix import Kernel, Total, prefix_sum, two_sum
+from csympow.prefix import Total, TotalsKernel, prefix_sum, two_sum
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ def phases(
   *,
   starts: Bool[Array, "#B T"] | None = None,
   initial: Float[Array, "b h r"] | None = None,
-  kernel: Kernel | None = None,
+  kernel: TotalsKernel | None = None,
 ) -> tuple[Float[Array, "_ T _ r"], Float[Array, "_ _ r"]]:
   """The phase at every token, in turns, given the exact float32 values of beta and the rates; and that to carry over.
 
@@ -100,7 +100,7 @@ def factors(
   *,
   starts: Bool[Array, "B T"] | None = None,
   initial: Float[Array, "B H r"] | None = None,
-  kernel: Kernel | None = None,
+  kernel: TotalsKernel | None = None,
 ) -> Phases:
   """What `phases` multiplies out, of B, T and H tokens and heads."""
   beta, rates, initial = lax.stop_gradient((beta, rates, initial))
@@ -139,7 +139,10 @@ def _hashed(units: Float[Array, "B H r"]) -> Float[Array, "B H r"]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _turns(
-  beta: Float[Array, "B T H"], rates: Float[Array, "r"], restarts: Bool[Array, "B T 1"] | None, kernel: Kernel | None
+  beta: Float[Array, "B T H"],
+  rates: Float[Array, "r"],
+  restarts: Bool[Array, "B T 1"] | None,
+  kernel: TotalsKernel | None,
 ) -> Total:
   """The phase turned through since the run's start, modulo 1, B T H r."""
   total = prefix_sum(beta, restarts, kernel=kernel)
@@ -150,13 +153,16 @@ type _Saved = tuple[Float[Array, "B T H"], Float[Array, "r"], Bool[Array, "B T 1
 
 
 def _turns_forward(
-  beta: Float[Array, "B T H"], rates: Float[Array, "r"], restarts: Bool[Array, "B T 1"] | None, kernel: Kernel | None
+  beta: Float[Array, "B T H"],
+  rates: Float[Array, "r"],
+  restarts: Bool[Array, "B T 1"] | None,
+  kernel: TotalsKernel | None,
 ) -> tuple[Total, _Saved]:
   return _turns(beta, rates, restarts, kernel), (beta, rates, restarts)
 
 
 def _turns_backward(
-  kernel: Kernel | None, saved: _Saved, cotangents: Total
+  kernel: TotalsKernel | None, saved: _Saved, cotangents: Total
 ) -> tuple[Float[Array, "B T H"], Float[Array, "r"], None]:
   """The phase at i depends on beta_j for j <= i in the same run: a sum backwards that begins anew where a run ends."""
   beta, rates, restarts = saved

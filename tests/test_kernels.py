@@ -66,6 +66,7 @@ CHUNKED_WITH_STATE = comparing.covering(
 )
 
 WIDE = [
+  Case(T=513, B=1, H=1, d=128, dv=128, dtype="bfloat16", entry="attention"),
   Case(T=1025, H=2, groups=3, d=128, dv=128, dtype="bfloat16", entry="attention"),
   Case(T=513, B=2, d=64, dv=128, gate="resets", segments="packed", dtype="bfloat16", entry="attention"),
   Case(T=700, H=3, d=128, dv=32, segments="padded", dtype="float16", entry="attention"),

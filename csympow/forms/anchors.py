@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from csympow.forms import near, rotating
-from csympow.prefix import Kernel, prefix_sum
+from csympow.prefix import TotalsKernel, prefix_sum
 from kernels_pallas.weights import SMALLEST
 
 
@@ -23,7 +23,7 @@ class Ends(NamedTuple):
 
 
 def cotangents(
-  pulls: near.Pulls, ends: Ends, rotation: rotating.Rotation | None, kernel: Kernel | None = None
+  pulls: near.Pulls, ends: Ends, rotation: rotating.Rotation | None, kernel: TotalsKernel | None = None
 ) -> tuple[Float[Array, "B T H"], rotating.Rotation | None]:
   """Those of the log gates, and of the rotation; `kernel` is what sums over time, if not XLA."""
   dlog_gate = of_gates(pulls.G, ends.pulled, kernel)
@@ -36,7 +36,7 @@ def cotangents(
 def of_gates(
   pulls: tuple[Float[Array, "B T H"], Float[Array, "B T H"]],
   pulled: Float[Array, "B ends H"],
-  kernel: Kernel | None = None,
+  kernel: TotalsKernel | None = None,
 ) -> Float[Array, "B T H"]:
   """Those of the log gates, from what queries and keys add and what is pulled at the ends of chunks."""
   return prefix_sum(_anchored(pulls, -pulled), reverse=True, kernel=kernel).hi + pulled[:, -1:]

@@ -104,7 +104,7 @@ def _backward(
   rotation, dv = saved.rotation, inside.v
   if saved.sequence is None:
     dq, dk, pulls = kernels.finished(x, inside.q, inside.k, rotation, (dtype, dtype), settings)
-    dlog_gate = prefix_sum(jnp.add(*pulls.G), reverse=True, kernel=near.totals(settings)).hi
+    dlog_gate = prefix_sum(jnp.add(*pulls.G), reverse=True, kernel=near.totals_kernel(settings)).hi
     drotation = _by_turns(rotation, jnp.add(*pulls.turns), pulls.total)
     return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), None
 
@@ -134,7 +134,7 @@ def _backward(
     dq + dq_far,
     dk + dk_far,
     dv,
-    anchors.of_gates((by_query, by_key), jnp.stack([first, last], axis=1), near.totals(settings)),
+    anchors.of_gates((by_query, by_key), jnp.stack([first, last], axis=1), near.totals_kernel(settings)),
     _by_turns(rotation, dturns),
   )
   dtypes = (dtype if saved.memory is None else jnp.float32, dtype)

@@ -5,7 +5,7 @@
 
 Here a state is not a vector of features but all products of two coordinates: a matrix dv x d for each coordinate a,
 in pieces of 64 coordinates where heads are wider.
-Attention inside chunks, states, and what is read of them are kernels.
+Attention inside chunks, states, and what is read of them are kernels, but for the normaliser of wide heads.
 """
 
 import functools
@@ -184,7 +184,7 @@ def _backward(
   ends = _at_ends(saved, dS.inner, dZ.found, dfinal, Full(dS.final, dZ.final))
   dtypes = (dtype if saved.initial is None else jnp.float32, dtype)
   dq, dk, pulls = near.finished(x, dq, dk, saved.rotation, dtypes, settings)
-  dlog_gate, drotation = anchors.cotangents(pulls, ends, saved.rotation, near.totals(settings))
+  dlog_gate, drotation = anchors.cotangents(pulls, ends, saved.rotation, near.totals_kernel(settings))
   dinitial = None if saved.initial is None else Full(dS.final / _of_pieces(scale), dZ.final / scale)
   return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), dinitial
 

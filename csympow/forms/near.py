@@ -15,10 +15,10 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from csympow.forms.rotating import Rotation, angles, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head
-from csympow.prefix import Kernel, Total, prefix_sum
+from csympow.prefix import Total, TotalsKernel, prefix_sum
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients
-from kernels_pallas.gpu import running as by_kernel
 from kernels_pallas.gpu.copies import Copy, copies
+from kernels_pallas.gpu.running import totals
 from kernels_pallas.gpu.tiles import TILE
 from kernels_pallas.weights import LEAST, LOG2E, MOST, SMALLEST
 
@@ -68,14 +68,14 @@ class Pulls(NamedTuple):
   total: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None  # of the betas
 
 
-def totals(settings: Settings) -> Kernel | None:
+def totals_kernel(settings: Settings) -> TotalsKernel | None:
   """What sums over time, if not XLA."""
-  return functools.partial(by_kernel.totals, interpret=settings.interpret) if settings.chip == "gpu" else None
+  return functools.partial(totals, interpret=settings.interpret) if settings.chip == "gpu" else None
 
 
 def running(log_gate: Float[Array, "B T H"], settings: Settings) -> Total:
   """The running totals of the log gates."""
-  return prefix_sum(log_gate, kernel=totals(settings))
+  return prefix_sum(log_gate, kernel=totals_kernel(settings))
 
 
 def spans(G: Total, size: int) -> Spans:

@@ -28,9 +28,10 @@ type _Pair = Sequence[Array]  # a number's high and low half
 
 
 def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Array, "B H T"], Float[Array, "B H T"]]:
-  """The high and the low halves."""
+  """The totals' high and low halves."""
   batch, heads, time = x.shape
-  whole = jnp.pad(x, ((0, 0), (0, 0), (0, -time % TILE)))
+  # Pairs of tiles: numbers are loaded by twos, which begin at even places.
+  whole = jnp.pad(x, ((0, 0), (0, 0), (0, -time % (2 * TILE))))
   in_sequence = whole.shape[-1] // TILE
   count = batch * heads * in_sequence
   tiles = jnp.pad(whole.reshape(count, TILE), ((0, -count % ROWS), (0, 0)))
@@ -103,7 +104,7 @@ def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Ar
 
 
 def _row_sums(pair: _Pair, counts: Bool[Array, "rows columns"]) -> tuple[Array, Array]:
-  """Of each row the sum of the pairs that count, one for each column."""
+  """For each row the sum of those pairs, of which there is one a column, that count in it."""
   high, low = (jnp.where(counts, across(part, counts.shape), 0.0) for part in pair)
   unit, coarse, fine = _on_grid(high, jnp.abs(high).max(axis=1))
   fine = fine + low / down(unit, low.shape)

@@ -17,7 +17,7 @@ from jaxtyping import Array, BFloat16, Float
 from kernels_pallas.gpu.tiles import rounded, varying_as
 
 TERMS = 2  # bfloat16s that a Z is the sum of
-_VECTOR = 4  # numbers of a thread, which are next to each other
+_VECTOR = 2  # numbers of a thread, which are next to each other: see `rounded`
 _AT_ONCE = 8  # chunks that are asked for together
 
 
@@ -38,7 +38,8 @@ def scan(
 ) -> Scanned:
   """From `initial`, or nothing, forwards or backwards in time."""
   batch, heads, count, head_dim = added.shape[:4]
-  rows = 128 * _VECTOR // head_dim  # of Z, in a block of the grid
+  rows, rest = divmod(128 * _VECTOR, head_dim)  # of Z, in a block of the grid
+  assert rest == 0
   slices, f32 = head_dim // rows, jnp.float32
   layout = plgpu.Layout.WG_STRIDED((rows, head_dim), vec_size=_VECTOR)
 

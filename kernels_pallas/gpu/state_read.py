@@ -45,7 +45,8 @@ from kernels_pallas.gpu.tiles import (
   wait_if,
 )
 
-_SLOTS = 4  # each for a visit: the matrices of Z, or of as many coordinates
+_SLOTS = 4  # each for what comes with a visit
+_AT_ONCE = 2  # coordinates that come with a visit, of symmetric states twice: no fewer matrices than Z has terms
 _COMPUTING = BLOCK // ROWS  # warpgroups
 
 
@@ -78,7 +79,7 @@ def read(
 ) -> Found:
   """The sums over all that the chunk's state holds; x is y, time last, which may have another type of 16 bits.
 
-  Numerators are of `dtype`, if all coordinates of a query are read at once.
+  Numerators are of `dtype`, those of keys wider than 64 float32.
   """
   pieces = _pieces(x, S)
   if pieces.first > 1:
@@ -165,15 +166,11 @@ def _normaliser(
 ) -> Float[Array, "B Hq T"]:
   """Scale y . Z y, of wide heads by XLA."""
   batch, time, all_heads, head_dim = y.shape
-  heads, count = Z.shape[1:3]
-  q = y.reshape(batch, count, time // count, heads, -1, head_dim)
-  q = jnp.moveaxis(q, 3, 1).reshape(batch, heads, count, -1, head_dim)
-  # A sum over the terms, too.
-  twice = jnp.concatenate([q] * TERMS, axis=-1)
-  terms = Z.reshape(batch, heads, count, TERMS * head_dim, head_dim)
-  Zq = jnp.einsum("bhnqd,bhnde->bhnqe", twice, terms, preferred_element_type=jnp.float32)
-  found = jnp.sum(Zq * q.astype(jnp.float32), axis=-1).reshape(batch, heads, time, -1)
-  return jnp.swapaxes(found, 2, 3).reshape(batch, all_heads, time) * scale
+  q = y.reshape(batch, Z.shape[2], -1, Z.shape[1], all_heads // Z.shape[1], head_dim)
+  product = functools.partial(jnp.einsum, "bnthgd,bhnde->bnthge", q, preferred_element_type=jnp.float32)
+  Zq = sum(product(Z[:, :, :, term]) for term in range(TERMS))
+  found: Array = jnp.sum(Zq * q.astype(jnp.float32), axis=-1).reshape(batch, time, all_heads)
+  return jnp.moveaxis(found, 1, 2) * scale
 
 
 def _read(
@@ -201,22 +198,23 @@ def _read(
   whole = transposed or piece.i != piece.j
   columns = width if whole else width // 4
   parts = width // columns
-  # In a visit come so many coordinates; of a symmetric state as many of the first quarter and the last, or of the
-  # second and the third, so that it is always as much that comes.
+  # Of a symmetric state come coordinates of the first quarter and of the last, four and one quarters of a matrix, or of
+  # the second and the third, three and two: always five.
   kinds = [[(0, range(1))]] if whole else [[(0, range(4)), (3, range(3, 4))], [(1, range(1, 4)), (2, range(2, 4))]]
-  in_visit = TERMS * sum(len(some) for _, some in kinds[0])
+  in_visit = _AT_ONCE * sum(len(some) for _, some in kinds[0])
+  assert in_visit >= TERMS * parts
   first = 0 if given.Z is None else 1  # visits to Z come before those to S
-  of_kind = width // TERMS // (len(kinds) * len(kinds[0]))
+  of_kind = width // _AT_ONCE // (len(kinds) * len(kinds[0]))
   visits = first + len(kinds) * of_kind
   finds_normaliser = given.Z is not None and not transposed
   f32 = jnp.float32
 
   def visited(n: Any, kind: int) -> list[tuple[Any, int, bool]]:
     """The coordinates a that come with visit n, and which part of S[a]; and whether it counts for (b, a), too."""
-    place = (n - first - kind * of_kind) * TERMS
+    next_one = (n - first - kind * of_kind) * _AT_ONCE
     return [
-      (quarter * columns + place + m, part, not transposed and (whole or part > quarter))
-      for m in range(TERMS)
+      (quarter * columns + next_one + m, part, not transposed and (whole or part > quarter))
+      for m in range(_AT_ONCE)
       for quarter, some in kinds[kind]
       for part in some
     ]

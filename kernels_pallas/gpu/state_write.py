@@ -83,9 +83,8 @@ def write(
   owned = computing * each  # coordinates
   visits, slices = group * blocks, -(-width // owned)
   slots = 6 if others is None else 4
-  outer, inner_ones = (0, 3 * _QUARTER), (_QUARTER, 2 * _QUARTER)  # where columns begin of a symmetric state
-  # Of a warpgroup's coordinates, as many as there are kinds of warpgroups.
-  kinds = [outer, inner_ones] if symmetric else [(0,) * each]
+  # For each kind of warpgroup, where the columns of its coordinates begin.
+  kinds = [(0, 3 * _QUARTER), (_QUARTER, 2 * _QUARTER)] if symmetric else [(0,) * each]
   all_starts = sorted(set(sum(kinds, ())))
 
   def kernel(x_ref, v_ref, k_ref, decay_ref, *more):
@@ -95,7 +94,7 @@ def write(
     found_ref, final_ref = refs.pop(0), refs.pop(0)
     inner_ref: Any = None if others is None else refs.pop(0)
     x_smem, v_smem, k_smem, *refs = refs
-    s_smem, refs = dict(zip(all_starts, refs, strict=False)), refs[len(all_starts) :]
+    s_smem, refs = dict(zip(all_starts, refs[: len(all_starts)], strict=True)), refs[len(all_starts) :]
     others_smem, filled, freed, others_filled, others_freed, *staging = refs
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     rest, share = (f(item, jnp.int32(slices)) for f in (lax.div, lax.rem))

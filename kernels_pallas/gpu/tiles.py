@@ -121,7 +121,9 @@ def index(shape: tuple[int, int], axis: int, start: Int[Array, ""]) -> Int[Array
 def rounded(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
   """X in `dtype`, for whoever needs it in float32 again.
 
-  Without the barrier each number would be converted on its own, by the unit that exponentials wait for.
+  Without the barrier each number would be converted on its own, by the unit that exponentials wait for. A register of
+  the layout must hold 32 bits of the result, as WGMMA's do: of wider ones jax 0.11.2's barrier returns the words of
+  several registers in another order.
   """
   result: Array = lax.optimization_barrier(x.astype(dtype))
   return result
