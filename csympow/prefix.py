@@ -15,6 +15,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from kernels_pallas import sums
+
 _BLOCK = 128  # tokens summed by one matrix product
 _TOTALS = 1024  # and totals of such blocks
 
@@ -35,9 +37,7 @@ type TotalsKernel = Callable[[Float[Array, "B H T"]], tuple[Float[Array, "B H T"
 
 def two_sum(a: Float[Array, "..."], b: Float[Array, "..."]) -> Total:
   """A + b without error: the rounded sum and what the rounding lost."""
-  total = a + b
-  b_kept = total - a
-  return Total(total, (a - (total - b_kept)) + (b - b_kept))
+  return Total(*sums.two_sum(a, b))
 
 
 def prefix_sum(
@@ -128,8 +128,7 @@ def _before(until: Total) -> Total:
 
 def add(left: Total, right: Total) -> Total:
   """The sum of two totals, to 48 bits."""
-  total, lost = two_sum(left.hi, right.hi)
-  return two_sum(total, lost + (left.lo + right.lo))
+  return Total(*sums.add_pairs(left, right))
 
 
 def _on_grid(

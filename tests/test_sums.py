@@ -33,7 +33,7 @@ def assert_total(found, expected, bits):
   assert np.all(np.abs(low) <= 2.0**-24 * np.abs(high))
 
 
-# Several sequences in a block of the grid; an odd number of tiles; sequences that go on in the next block, and after it.
+# Several sequences in a block of the grid; tiles odd in number; sequences that go on in the next block, and after it.
 @pytest.mark.parametrize("shape", [(3, 2, 700), (1, 12, 1025), (1, 2, 70 * 128), (1, 1, 150 * 128)], ids=str)
 @pytest.mark.parametrize("interpret", WHERE)
 def test_totals_keep_more_bits_than_float32_has(interpret, shape):

@@ -7,7 +7,6 @@ a triangle of ones: what is added are bfloat16s, three of which make a float32. 
 it in its sequence, whose own sums are given.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,12 +18,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
 from kernels_pallas.gpu.tiles import ROWS, TILE, WGMMA, across, down, index, rounded, shared, varying_as
+from kernels_pallas.sums import Pair, add_pairs, two_sum
 
 _PIECES = 3  # bfloat16s that make a float32
 # Added to a number below 2 and taken away again it leaves a multiple of 2 ** -15; a float32 holds any sum of 128 such.
 _GRID = 384.0
-
-type _Pair = Sequence[Array]  # a number's high and low half
 
 
 def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Array, "B H T"], Float[Array, "B H T"]]:
@@ -35,7 +33,7 @@ def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Ar
   in_sequence = whole.shape[-1] // TILE
   count = batch * heads * in_sequence
   tiles = jnp.pad(whole.reshape(count, TILE), ((0, -count % ROWS), (0, 0)))
-  ends = lax.reduce((tiles, jnp.zeros_like(tiles)), (jnp.float32(0),) * 2, _sum_of_pairs, (1,))
+  ends = lax.reduce((tiles, jnp.zeros_like(tiles)), (jnp.float32(0),) * 2, add_pairs, (1,))
   shape, f32 = (ROWS, TILE), jnp.float32
 
   def kernel(x_ref, high_ref, low_ref, ones_ref, out_high_ref, out_low_ref, pieces_smem, ones_smem, filled):
@@ -54,12 +52,12 @@ def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Ar
     def earlier(n, found):
       start = first - behind + n * ROWS
       early = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(0)) + start < first
-      return _sum_of_pairs(found, [jnp.where(early, part, 0.0) for part in of_tiles(start)])
+      return add_pairs(found, [jnp.where(early, part, 0.0) for part in of_tiles(start)])
 
     nothing = plgpu.layout_cast(jnp.zeros((ROWS,), f32), WGMMA.reduce(0))
     carried = lax.fori_loop(0, lax.div(behind + ROWS - 1, jnp.int32(ROWS)), earlier, (nothing, nothing))
     other = index((ROWS, ROWS), 1, first)
-    before = _sum_of_pairs(
+    before = add_pairs(
       _row_sums(carried, begins <= first - behind), _row_sums(of_tiles(first), (begins <= other) & (other < place))
     )
 
@@ -80,8 +78,8 @@ def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Ar
       return tuple(sums[n][...] for n in range(2))
 
     inside = pl.run_scoped(products, plgpu.ACC(shape, f32), plgpu.ACC(shape, f32))
-    inside = _two_sum(*(down(unit, shape) * part for part in inside))
-    high, low = _sum_of_pairs([down(part, shape) for part in before], inside)
+    inside = two_sum(*(down(unit, shape) * part for part in inside))
+    high, low = add_pairs([down(part, shape) for part in before], inside)
     out_high_ref[pl.ds(first, ROWS), :] = high
     out_low_ref[pl.ds(first, ROWS), :] = low
 
@@ -103,12 +101,12 @@ def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Ar
   return high, low
 
 
-def _row_sums(pair: _Pair, counts: Bool[Array, "rows columns"]) -> tuple[Array, Array]:
+def _row_sums(pair: Pair, counts: Bool[Array, "rows columns"]) -> tuple[Array, Array]:
   """For each row the sum of those pairs, of which there is one a column, that count in it."""
   high, low = (jnp.where(counts, across(part, counts.shape), 0.0) for part in pair)
   unit, coarse, fine = _on_grid(high, jnp.abs(high).max(axis=1))
   fine = fine + low / down(unit, low.shape)
-  return _two_sum(unit * coarse.sum(axis=1), unit * fine.sum(axis=1))
+  return two_sum(unit * coarse.sum(axis=1), unit * fine.sum(axis=1))
 
 
 def _on_grid(x: Float[Array, "rows columns"], largest: Float[Array, "rows"]) -> tuple[Array, Array, Array]:
@@ -118,15 +116,3 @@ def _on_grid(x: Float[Array, "rows columns"], largest: Float[Array, "rows"]) -> 
   x = x * down(inverse, x.shape)
   coarse = lax.optimization_barrier(x + _GRID) - _GRID
   return unit, coarse, x - coarse
-
-
-def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-  """A + b without error: the rounded sum and what the rounding lost."""
-  total = a + b
-  b_kept = total - a
-  return total, (a - (total - b_kept)) + (b - b_kept)
-
-
-def _sum_of_pairs(left: _Pair, right: _Pair) -> tuple[Array, Array]:
-  total, lost = _two_sum(left[0], right[0])
-  return _two_sum(total, lost + (left[1] + right[1]))
