@@ -35,10 +35,11 @@ def inputs(batch: int, length: int, heads: int, dim: int, offset: float, spread:
   return q, k, v, jax.nn.log_sigmoid(logits), beta, dy
 
 
-def power_attention(power: int, form: str, rotated: bool, implementation: str | None):
+def power_attention(power: int, form: str, rotated: bool, implementation: str | None, chunk_size: int | None = None):
   def call(q, k, v, log_gate, beta):
     turning = {"beta": beta, "rates": csympow.rotary_rates(q.shape[-1], 65_536)} if rotated else {}
-    return csympow.attention(q, k, v, power, log_gate, **turning, form=form, implementation=implementation)
+    how = {"form": form, "chunk_size": chunk_size, "implementation": implementation}
+    return csympow.attention(q, k, v, power, log_gate, **turning, **how)
 
   return call
 
@@ -76,8 +77,9 @@ def check(power: int, form: str, dim: int, rotated: bool, implementation: str | 
 
   Against XLA's attention form in float32. Gates' and betas' gradients are sums over time of terms that cancel.
   """
-  arrays = inputs(1, 2300, 12, dim, 4.0, 1.0)  # as many heads as are timed, and several chunks
-  found = jax.jit(with_backward(power_attention(power, form, rotated, implementation)))(*arrays)
+  arrays = inputs(1, 2300, 12, dim, 4.0, 1.0)  # as many heads as are timed
+  several = 1024 if form == "chunked" else None
+  found = jax.jit(with_backward(power_attention(power, form, rotated, implementation, several)))(*arrays)
   with jax.default_matmul_precision("highest"):
     exact = power_attention(power, "attention", rotated, "xla")
     expected = jax.jit(with_backward(exact))(*(x.astype(jnp.float32) for x in arrays))
