@@ -358,7 +358,8 @@ def _attend(
   kernels = implementation == "pallas"
   prepare = _prepare
   if kernels:
-    totals = near.totals_kernel(settings) if settings.interpret is None else None  # checkpoint takes none
+    # On a chip only: what is interpreted has effects, and jax.checkpoint refuses to differentiate those.
+    totals = near.totals_kernel(settings) if settings.interpret is None else None
     by_kernels = functools.partial(_prepare, for_kernels=True, totals=totals)
     prepare = jax.checkpoint(by_kernels, prevent_cse=False)
   x = prepare(q, k, v, log_gate, beta, rates, segment_ids, scale, state)

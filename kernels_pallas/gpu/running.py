@@ -75,7 +75,7 @@ def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Ar
         for piece in range(_PIECES):
           plgpu.wgmma(sum_of_part, pieces_smem.at[n, piece], ones_smem)
       plgpu.wgmma_wait(0)
-      return tuple(sums[n][...] for n in range(2))
+      return tuple(sum_of_part[...] for sum_of_part in sums)
 
     inside = pl.run_scoped(products, plgpu.ACC(shape, f32), plgpu.ACC(shape, f32))
     inside = two_sum(*(down(unit, shape) * part for part in inside))

@@ -357,7 +357,8 @@ def _read(
       for n in range(visits - _SLOTS, visits):  # leave no arrival unseen
         plgpu.barrier_wait(freed.at[n % _SLOTS])
 
-  dtype = dtype if given.rows is None else given.rows.dtype
+  if given.rows is not None:
+    dtype = given.rows.dtype
   outputs = [jax.ShapeDtypeStruct((batch, time, all_heads, width), dtype)]
   if finds_normaliser:
     outputs.append(jax.ShapeDtypeStruct((batch, all_heads, time), f32))
