@@ -27,9 +27,10 @@ quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimizati
 class Case:
   """One way to call the op.
 
-  gate: "none", "learned" or "resets" (some log gates are -80, -200 or -inf); rotation: "none", "fixed" (beta=None) or
-  "learned"; segments: "none", "packed" (runs of random lengths) or "padded" (the same with holes); entry: "attention",
-  "prefill" or "continued" (prefill from the state of an earlier call).
+  gate: "none", "learned", "weak" (which leave something after hundreds of tokens) or "resets" (some log gates are -80,
+  -200 or -inf); rotation: "none", "fixed" (beta=None) or "learned"; segments: "none", "packed" (runs of random lengths)
+  or "padded" (the same with holes); entry: "attention", "prefill" or "continued" (prefill from the state of an earlier
+  call).
   """
 
   T: int = 17
@@ -117,7 +118,8 @@ def inputs(case):
   q = own + sine * np.linalg.norm(own, axis=-1, keepdims=True) * directions(*own.shape)
   x = {"q": q, "k": k, "v": rng.normal(size=(*heads, case.dv))}
   x = {name: jnp.asarray(a, case.dtype) for name, a in x.items()}
-  log_gate, beta = random_log_gate(rng, heads), random_beta(rng, heads)
+  log_gate = random_log_gate(rng, heads, offset=5.0 if case.gate == "weak" else 3.0)
+  beta = random_beta(rng, heads)
   resets = rng.choice([-80.0, -200.0, -np.inf], heads)
   log_gate = np.where((case.gate == "resets") & (rng.random(heads) < 0.2), resets, log_gate)
   if case.gate != "none":
