@@ -22,7 +22,7 @@ from csympow.forms.anchors import Ends
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total
-from kernels_pallas.gpu import attention_forward, gram, scan, state_read, state_write
+from kernels_pallas.gpu import attention_forward, gram, scan, state_read, state_write, symmetric_write
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.pieces import Pieces
 from kernels_pallas.gpu.tiles import STATE_WIDTH
@@ -52,17 +52,17 @@ class _Queries(NamedTuple):
 
 
 class _Keys(NamedTuple):
-  """As they enter states and read cotangents; `x`, time last, and `discounted` as its chunk's end sees them."""
+  """As they enter states and read cotangents; `x`, time last, as its chunk's end sees them."""
 
   k: BFloat16[Array, "B T H d"]
   x: BFloat16[Array, "B H d T"]
-  discounted: BFloat16[Array, "B T H d"] | None = None
 
 
 class _Saved(NamedTuple):
   """What the backward pass needs."""
 
   operands: near.Operands
+  keys: _Keys | None  # none if there will be no gradient
   G: Total
   rotation: rotating.Rotation | None
   initial: Full | None
@@ -110,28 +110,35 @@ def _forward(
   G = near.running(log_gate, settings)
   exponents = near.exponents(tokens)
   discounts = _discounts(exponents, G, settings.chunk)
-  of_k = _of_keys(discounts)[:2]
+  # What is symmetric in a state is needed twice by gradients only: neither queries nor `_features` read it twice.
+  once = not save and Pieces.of(q.shape[-1], tokens.v.shape[-1]).total == 1
+  of_k = [_root_of_keys(discounts)] if once else _of_keys(discounts)
   of_q = [Copy(jnp.bfloat16, time_last=True)]
   x, (time_last,), k_copies = near.operands_and_copies(tokens, G, exponents, of_q, of_k, settings)
-  keys = _Keys(*k_copies)
   scale = near.state_scale(x.top)
   if initial is not None:
     initial = Full(initial.S / _of_pieces(scale), initial.Z / scale)
   across = discounts.across
-  # What is symmetric in a state is needed twice by gradients only: neither queries nor `_features` read it twice.
-  once = not save and Pieces.of(q.shape[-1], x.v.shape[-1]).total == 1
   start = None if initial is None else initial.S
-  S = state_write.write(keys.x, x.v, keys.k, across, start, symmetric=once, interpret=interpret)
-  added = gram.gram(keys.x, keys.k, None, *across.shape[1:], time_last=True, interpret=interpret)
+  sizes = across.shape[1:]
+  if once:
+    (root,), keys = k_copies, None
+    S = symmetric_write.write(root, x.v, across, start, interpret=interpret)
+    added = gram.gram(root, None, None, *sizes, time_last=True, interpret=interpret)
+  else:
+    keys = _Keys(*k_copies)
+    S = state_write.write(keys.x, x.v, keys.k, across, start, interpret=interpret)
+    added = gram.gram(keys.x, keys.k, None, *sizes, time_last=True, interpret=interpret)
   Z = scan.scan(added, across, None if initial is None else initial.Z, interpret=interpret)
 
   # Gradients need what rounding to 16 bits would lose.
   wanted = jnp.float32 if save else jnp.bfloat16
-  far = state_read.read(time_last, x.q, S.found, Z.found, discounts.since_start, dtype=wanted, interpret=interpret)
+  found = S.found, Z.found, discounts.since_start
+  far = state_read.read(time_last, x.q, *found, by_rows=once, dtype=wanted, interpret=interpret)
   carried = attention_forward.Carried(*far)
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, Z.final) if return_final else None
-  saved = _Saved(x, G, rotation, initial, S.found, Z.found, final, y, far.normaliser >= 0)
+  saved = _Saved(x, keys, G, rotation, initial, S.found, Z.found, final, y, far.normaliser >= 0)
   result = None if final is None else Full(final.S * _of_pieces(scale), final.Z * scale)
   return (y.high.reshape(*q.shape[:-1], -1), result), saved
 
@@ -168,16 +175,17 @@ def _backward(
     reverse=True,
     interpret=interpret,
   )
-  keys = _Keys(*copies(x.keys.plain, _of_keys(discounts), after=dS.final, interpret=interpret))
+  # With the very keys, discounted, that the states have, or queries' pulls and keys' would not cancel.
+  keys = saved.keys
+  assert keys is not None
+  (k_discounted,) = copies(x.keys.plain, [_discounted_keys(discounts)], after=dS.final, interpret=interpret)
   dnormaliser = -given.delta * inverse
   added = gram.gram(queries.q, queries.q, dnormaliser, *across.shape[1:], time_last=False, interpret=interpret)
   dZ = scan.scan(added, across, None if dfinal is None else dfinal.Z, reverse=True, interpret=interpret)
 
   transposed = functools.partial(state_read.read_transposed, interpret=interpret)
   dq = transposed(queries.x, given.dy, saved.found, queries.q, saved.Z, inside.q, w_scale=dnormaliser)
-  # With the very keys, discounted, that the states have, or queries' pulls and keys' would not cancel.
-  assert keys.discounted is not None
-  dk = transposed(keys.x, x.v, dS.found, keys.discounted, dZ.found, inside.k, scale=discounts.k_scale)
+  dk = transposed(keys.x, x.v, dS.found, k_discounted, dZ.found, inside.k, scale=discounts.k_scale)
   dv = state_read.read_values(keys.x, keys.k, dS.found, inside.v, interpret=interpret)
 
   assert dS.inner is not None
@@ -201,9 +209,17 @@ def _of_queries(factor: Float[Array, "B Hq T"]) -> tuple[Copy, Copy]:
   return Copy(jnp.bfloat16), Copy(jnp.bfloat16, factor, time_last=True)
 
 
-def _of_keys(discounts: _Discounts) -> tuple[Copy, Copy, Copy]:
-  discounted = Copy(jnp.bfloat16, discounts.k_scale * discounts.until_end)
-  return Copy(jnp.bfloat16, discounts.k_scale), discounted._replace(time_last=True), discounted
+def _of_keys(discounts: _Discounts) -> list[Copy]:
+  return [Copy(jnp.bfloat16, discounts.k_scale), _discounted_keys(discounts)._replace(time_last=True)]
+
+
+def _discounted_keys(discounts: _Discounts) -> Copy:
+  return Copy(jnp.bfloat16, discounts.k_scale * discounts.until_end)
+
+
+def _root_of_keys(discounts: _Discounts) -> Copy:
+  """Of the discount each of a feature's two coordinates takes half."""
+  return Copy(jnp.bfloat16, discounts.k_scale * jnp.sqrt(discounts.until_end), time_last=True)
 
 
 def _discounts(exponents: near.Exponents, G: Total, chunk: int) -> _Discounts:

@@ -26,7 +26,7 @@ _SLOTS = 4
 
 def gram(
   x: BFloat16[Array, "B T Hq d"] | BFloat16[Array, "B Hq d T"],
-  k: BFloat16[Array, "B T Hq d"],
+  k: BFloat16[Array, "B T Hq d"] | None,
   weight: Float[Array, "B Hq T"] | None,
   heads: int,
   count: int,
@@ -34,14 +34,16 @@ def gram(
   time_last: bool,
   interpret: Any = None,
 ) -> Float[Array, "B H n d d"]:
-  """Added in float32; `time_last` is how x stands. Several heads may share a sum."""
-  batch, time, all_heads, head_dim = k.shape
+  """Added in float32; `time_last` is how x stands, and k is x if None. Several heads may share a sum."""
+  assert k is not None or time_last
+  batch, all_heads, head_dim, time = x.shape if time_last else [x.shape[n] for n in (0, 2, 3, 1)]
   group, blocks = all_heads // heads, time // count // ROWS
   visits, parts, width = group * blocks, head_dim // STATE_WIDTH, STATE_WIDTH
   extra = 1 if interpret is not None and weight is not None else 0  # scratch of the interpreter's
 
-  def kernel(x_ref, k_ref, *more):
-    weight_ref: Any = None if weight is None else more[0]
+  def kernel(x_ref, *more):
+    k_ref: Any = None if k is None else more[0]
+    weight_ref: Any = None if weight is None else more[1]
     z_ref, x_smem, k_smem, weight_smem, z_smem, filled, freed, *staging = more[-7 - extra :]
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     rest, c = (f(item, jnp.int32(count)) for f in (lax.div, lax.rem))
@@ -61,6 +63,9 @@ def gram(
         high = rounded(exact, rows.dtype)
         return [high, (exact - high.astype(jnp.float32)).astype(rows.dtype)]
 
+      def right(slot):
+        return x_smem.at[slot].transpose((1, 0)) if k is None else k_smem.at[slot]
+
       def add(sums):
         def visit(n, none):
           slot = lax.rem(n, jnp.int32(_SLOTS))
@@ -69,10 +74,10 @@ def gram(
             if staging:  # the interpreter's wgmma takes no operand from registers
               staging[0][...] = left
               plgpu.commit_smem()
-              plgpu.wgmma(sums, staging[0], k_smem.at[slot])
+              plgpu.wgmma(sums, staging[0], right(slot))
               plgpu.wgmma_wait(0)
             else:
-              plgpu.wgmma(sums, left, k_smem.at[slot])
+              plgpu.wgmma(sums, left, right(slot))
           plgpu.wgmma_wait(0)
           plgpu.barrier_arrive(freed.at[slot])
           return none
@@ -94,7 +99,8 @@ def gram(
         wait_if(n >= _SLOTS, freed.at[slot])
         vectors = x_ref.at[b, source, coordinates(i), at] if time_last else x_ref.at[b, at, source, coordinates(i)]
         plgpu.copy_gmem_to_smem(vectors, x_smem.at[slot], filled.at[slot])
-        plgpu.copy_gmem_to_smem(k_ref.at[b, at, source, coordinates(j)], k_smem.at[slot], filled.at[slot])
+        if k is not None:
+          plgpu.copy_gmem_to_smem(k_ref.at[b, at, source, coordinates(j)], k_smem.at[slot], filled.at[slot])
         if weight is not None:
           plgpu.copy_gmem_to_smem(weight_ref.at[b, source, at], weight_smem.at[slot], filled.at[slot])
         return none
@@ -108,10 +114,10 @@ def gram(
     out_type=jax.ShapeDtypeStruct((batch, heads, count, head_dim, head_dim), jnp.float32),
     scratch_types=[
       shared((_SLOTS, width, ROWS) if time_last else (_SLOTS, ROWS, width), x.dtype),
-      shared((_SLOTS, ROWS, width), k.dtype),
+      plgpu.SMEM((1,), jnp.float32) if k is None else shared((_SLOTS, ROWS, width), k.dtype),
       plgpu.SMEM((_SLOTS, ROWS), jnp.float32),
       shared((width, width), jnp.float32),
-      plgpu.Barrier(num_arrivals=2 if weight is None else 3, num_barriers=_SLOTS),
+      plgpu.Barrier(num_arrivals=1 + sum(array is not None for array in (k, weight)), num_barriers=_SLOTS),
       plgpu.Barrier(num_arrivals=1, num_barriers=_SLOTS),
       *((shared((width, ROWS), x.dtype),) * extra),
     ],
@@ -122,6 +128,6 @@ def gram(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="gram",
-  )(x, k, *(() if weight is None else (weight,)))
+  )(x, *(array for array in (k, weight) if array is not None))
   result: Array = varying_as(x, sums)
   return result

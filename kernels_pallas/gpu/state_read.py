@@ -74,17 +74,20 @@ def read(
   Z: BFloat16[Array, "B H n terms d d"],
   scale: Float[Array, "B Hq T"],
   *,
+  by_rows: bool = False,
   dtype: DTypeLike = jnp.float32,
   interpret: Any = None,
 ) -> Found:
   """The sums over all that the chunk's state holds; x is y, time last, which may have another type of 16 bits.
 
-  Numerators are of `dtype`, those of keys wider than 64 float32.
+  `by_rows`: matrices of S are S[a]^T, as `symmetric_write` leaves them. Numerators are of `dtype`, those of keys wider
+  than 64 float32.
   """
   pieces = _pieces(x, S)
   if pieces.first > 1:
     return Found(_symmetric(x, y, S, None, scale, interpret), _normaliser(y.astype(x.dtype), Z, scale))
-  numerator, normaliser = _read(x, y, S, _Options(Z=Z, scale=scale), Piece(0, 0, 0), False, interpret, dtype)
+  given = _Options(Z=Z, scale=scale)
+  numerator, normaliser = _read(x, y, S, given, Piece(0, 0, 0), False, interpret, dtype, by_rows)
   others = [Piece(0, 0, u) for u in range(1, pieces.values)]
   more = [_read(x, y, S, _Options(scale=scale), piece, False, interpret, dtype)[0] for piece in others]
   return Found(_side_by_side([numerator, *more]), normaliser)
@@ -182,6 +185,7 @@ def _read(
   transposed: bool,
   interpret: Any,
   dtype: DTypeLike = jnp.float32,
+  by_rows: bool = False,
 ) -> tuple[Array, ...]:
   """What one piece gives; Z's piece is that of its coordinates, the rows that of the outputs'.
 
@@ -194,7 +198,7 @@ def _read(
   rows_of_piece = given.rows is not None and given.rows.shape[-1] == width
   group, tiles, in_chunk = all_heads // heads, time // BLOCK, time // count // BLOCK
   assert time % (count * BLOCK) == 0
-  # Matrices come whole, or by quarters of their columns: of S[a] only a's quarter and later ones are needed.
+  # Matrices come whole, or by quarters of their columns, or rows: of S[a] only a's quarter and later ones are needed.
   whole = transposed or piece.i != piece.j
   columns = width if whole else width // 4
   parts = width // columns
@@ -203,21 +207,17 @@ def _read(
   kinds = [[(0, range(1))]] if whole else [[(0, range(4)), (3, range(3, 4))], [(1, range(1, 4)), (2, range(2, 4))]]
   in_visit = _AT_ONCE * sum(len(some) for _, some in kinds[0])
   assert in_visit >= TERMS * parts
+  fetches = _AT_ONCE * len(kinds[0]) if by_rows else in_visit
   first = 0 if given.Z is None else 1  # visits to Z come before those to S
   of_kind = width // _AT_ONCE // (len(kinds) * len(kinds[0]))
   visits = first + len(kinds) * of_kind
   finds_normaliser = given.Z is not None and not transposed
   f32 = jnp.float32
 
-  def visited(n: Any, kind: int) -> list[tuple[Any, int, bool]]:
-    """The coordinates a that come with visit n, and which part of S[a]; and whether it counts for (b, a), too."""
+  def visited(n: Any, kind: int) -> list[tuple[Any, int, range]]:
+    """The coordinates a that come with visit n, the quarter of each, and which parts of S[a]."""
     next_one = (n - first - kind * of_kind) * _AT_ONCE
-    return [
-      (quarter * columns + next_one + m, part, not transposed and (whole or part > quarter))
-      for m in range(_AT_ONCE)
-      for quarter, some in kinds[kind]
-      for part in some
-    ]
+    return [(quarter * columns + next_one + m, quarter, some) for m in range(_AT_ONCE) for quarter, some in kinds[kind]]
 
   def each_visit(visit: Any) -> None:
     for kind in range(len(kinds)):
@@ -261,6 +261,8 @@ def _read(
         return plgpu.load(ref, layout=WGMMA.reduce(1), optimized=False)
 
       def operand(slot, m):
+        if by_rows:
+          return s_smem.at[slot, pl.ds(m * columns, columns)]
         return s_smem.at[slot, m] if transposed else s_smem.at[slot, m].transpose((1, 0))
 
       def part_of(y, n):
@@ -295,9 +297,10 @@ def _read(
         def visit(n, none, *, kind):
           slot = lax.rem(n, jnp.int32(_SLOTS))
           plgpu.barrier_wait(filled.at[slot])
-          for m, (a, part, twice) in enumerate(visited(n, kind)):
+          products = [(a, quarter, part) for a, quarter, some in visited(n, kind) for part in some]
+          for m, (a, quarter, part) in enumerate(products):
             factor, left = along(x_smem.at[a, pl.ds(thread * ROWS, ROWS)]), part_of(y, part)
-            if twice:
+            if not transposed and (whole or part > quarter):  # for (b, a), too
               factor = factor + factor
             multiply(sums, left * down(factor, left.shape), operand(slot, m))
             if m + 1 == in_visit // 2 and not whole:  # or ptxas is short of registers, and does so after every product
@@ -340,7 +343,10 @@ def _read(
             fetch(source_ref.at[b, head, tokens(part)], target.at[part], here)
 
       if first:
-        for m in range(in_visit):  # what is too many comes again, for a barrier waits for as many every time
+        for m in range(fetches):  # what is too many comes again, for a barrier waits for as many every time
+          if by_rows:
+            fetch(options.Z.at[b, source, c, m % TERMS], s_smem.at[0, pl.ds(m % TERMS * width, width)], filled.at[0])
+            continue
           n = m % (parts * TERMS)
           at = pl.ds(j * width + (n % parts) * columns, columns)
           fetch(options.Z.at[b, source, c, n // parts, coordinates(i), at], s_smem.at[0, m], filled.at[0])
@@ -348,9 +354,17 @@ def _read(
       def copy(n, none, *, kind):
         slot = lax.rem(n, jnp.int32(_SLOTS))
         wait_if(n >= _SLOTS, freed.at[slot])
-        for m, (a, part, _) in enumerate(visited(n, kind)):
-          some = pl.ds(part * columns, columns)
-          fetch(s_ref.at[b, source, number, c, a, :, some], s_smem.at[slot, m], filled.at[slot])
+        m = 0
+        for a, _, some in visited(n, kind):
+          matrix = s_ref.at[b, source, number, c, a]
+          if by_rows:  # what is needed is all in one place
+            size = len(some) * columns
+            part = s_smem.at[slot, pl.ds(m * columns, size)]
+            fetch(matrix.at[pl.ds(some.start * columns, size)], part, filled.at[slot])
+          else:
+            for place, part in enumerate(some, m):
+              fetch(matrix.at[:, pl.ds(part * columns, columns)], s_smem.at[slot, place], filled.at[slot])
+          m += len(some)
         return none
 
       each_visit(copy)
@@ -372,11 +386,11 @@ def _read(
     plgpu.SMEM((width, BLOCK), x.dtype),
     plgpu.RefUnion(*y_memory) if interpret is None else y_memory,
     plgpu.SMEM((1,), f32) if given.w is None else shared((_COMPUTING, ROWS, width), given.w.dtype),
-    shared((_SLOTS, in_visit, width, columns), S.dtype),
+    shared((_SLOTS, in_visit * columns, width) if by_rows else (_SLOTS, in_visit, width, columns), S.dtype, columns),
     shared((_COMPUTING, ROWS, width), dtype),
     plgpu.SMEM((max(1, sum(wanted)), _COMPUTING, ROWS), f32),
     plgpu.Barrier(num_arrivals=1 + _COMPUTING * (1 + sum(array is not None for array in given[1:]))),
-    plgpu.Barrier(num_arrivals=in_visit, num_barriers=_SLOTS),
+    plgpu.Barrier(num_arrivals=fetches, num_barriers=_SLOTS),
     plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_SLOTS),
     *((shared((_COMPUTING, ROWS, columns), x.dtype),) if interpret is not None else ()),
   ]

@@ -10,7 +10,6 @@ registers, is the left operand.
     the last one        loads
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -37,10 +36,6 @@ from kernels_pallas.gpu.tiles import (
 
 # Warpgroups that compute, and the coordinates of each: with more of them registers would not be enough.
 _SHARES = (2, 4), (3, 2), (4, 1)
-# Of symmetric states each has two, of two quarters whose columns together are as many whichever they are: the first and
-# the last quarter, or the second and the third.
-_SYMMETRIC_SHARES = (2, 2), (3, 2), (4, 2)
-_QUARTER = STATE_WIDTH // 4
 
 
 class States(NamedTuple):
@@ -64,28 +59,22 @@ def write(
   *,
   others: BFloat16[Array, "B H m n w w w"] | None = None,
   reverse: bool = False,
-  symmetric: bool = False,
   interpret: Any = None,
 ) -> States:
   """Scans over the chunks, from the last to the first if `reverse`; several heads may share a state.
 
   The discount until the chunk is left is in `x`. `others`, for a reverse scan, are the states that the forward one
-  found, to take inner products with. If `symmetric`, of S[a] only the columns of a's quarter and later ones are
-  computed and written: the rest is in earlier matrices. Only for heads of one piece.
+  found, to take inner products with.
   """
   assert others is None or reverse
   batch, all_heads, head_dim, time = x.shape
   heads, count = decay.shape[1:]
   pieces, width = Pieces.of(head_dim, v.shape[3]), STATE_WIDTH
   group, blocks = all_heads // heads, time // count // ROWS  # blocks of tokens in a chunk
-  assert not symmetric or (others is None and pieces.total == 1)
-  computing, each = _shares(batch * heads * pieces.total, symmetric)
+  computing, each = _shares(batch * heads * pieces.total)
   owned = computing * each  # coordinates
   visits, slices = group * blocks, -(-width // owned)
   slots = 6 if others is None else 4
-  # For each kind of warpgroup, where the columns of its coordinates begin.
-  kinds = [(0, 3 * _QUARTER), (_QUARTER, 2 * _QUARTER)] if symmetric else [(0,) * each]
-  all_starts = sorted(set(sum(kinds, ())))
 
   def kernel(x_ref, v_ref, k_ref, decay_ref, *more):
     refs = list(more)
@@ -93,9 +82,7 @@ def write(
     initial_ref, others_ref = (None if array is None else refs.pop(0) for array in (initial, others))
     found_ref, final_ref = refs.pop(0), refs.pop(0)
     inner_ref: Any = None if others is None else refs.pop(0)
-    x_smem, v_smem, k_smem, *refs = refs
-    s_smem, refs = dict(zip(all_starts, refs[: len(all_starts)], strict=True)), refs[len(all_starts) :]
-    others_smem, filled, freed, others_filled, others_freed, *staging = refs
+    x_smem, v_smem, k_smem, s_smem, others_smem, filled, freed, others_filled, others_freed, *staging = refs
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     rest, share = (f(item, jnp.int32(slices)) for f in (lax.div, lax.rem))
     row, number = (f(rest, jnp.int32(pieces.total)) for f in (lax.div, lax.rem))
@@ -103,33 +90,22 @@ def write(
     piece = pieces.at(number)
     first = jnp.minimum(share * owned, width - owned)  # the last block does again what fills it up
 
-    def pair_of(thread):
-      """A symmetric state's two coordinates of a warpgroup: they are in the outer quarters, or in the inner ones."""
-      a = jnp.minimum(share * computing + thread, width // 2 - 1)
-      return a, a + jnp.where(a < _QUARTER, 3, 1) * _QUARTER
-
     def chunk_of(i):
       return count - 1 - i if reverse else i
 
-    def compute(starts):
+    @pl.when(thread < computing)
+    def compute():
       plgpu.set_max_registers(REGISTERS[computing], action="increase")
       places = [thread * each + n for n in range(each)]  # of the coordinates among the block's
-      mine = pair_of(thread) if symmetric else [first + place for place in places]
-      columns = [pl.ds(start, width - start) for start in starts]
-
-      def parts(ref):
-        """What is computed of the warpgroup's coordinates."""
-        return [ref.at[a, :, some] for a, some in zip(mine, columns, strict=True)]
 
       def store(states, target):
         """Leaves a copy of the states in memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        copies = [s_smem[start].at[thread if symmetric else n] for start, n in zip(starts, places, strict=True)]
-        for state, copy in zip(states, copies, strict=True):
-          copy[...] = state.astype(k.dtype)
+        for state, place in zip(states, places, strict=True):
+          s_smem[place] = state.astype(k.dtype)
         plgpu.commit_smem()
-        for copy, part in zip(copies, parts(target), strict=True):
-          plgpu.copy_smem_to_gmem(copy, part)
+        for place in places:
+          plgpu.copy_smem_to_gmem(s_smem.at[place], target.at[first + place])
 
       def fetch_others(c):
         """All warpgroups' by the first."""
@@ -171,17 +147,16 @@ def write(
             slot = lax.rem(visited, jnp.int32(slots))
             plgpu.barrier_wait(filled.at[slot])
             values = plgpu.load(v_smem.at[slot].transpose((1, 0)), layout=WGMMA)
-            for total, place, some in zip(sums, places, columns, strict=True):
+            for total, place in zip(sums, places, strict=True):
               along = plgpu.load(x_smem.at[slot, place], layout=WGMMA.reduce(0), optimized=False)
               left = values * across(along, values.shape)
-              keys = k_smem.at[slot, :, some]
               if staging:  # the interpreter's wgmma takes no operand from registers
                 staging[0][thread] = left
                 plgpu.commit_smem()
-                plgpu.wgmma(total, staging[0].at[thread], keys)
+                plgpu.wgmma(total, staging[0].at[thread], k_smem.at[slot])
                 plgpu.wgmma_wait(0)
               else:
-                plgpu.wgmma(total, left, keys)
+                plgpu.wgmma(total, left, k_smem.at[slot])
 
             plgpu.wgmma_wait(0)  # for all: ptxas gives the registers of left operands to the next block's
             plgpu.barrier_arrive(freed.at[slot])
@@ -192,27 +167,20 @@ def write(
         return accumulate(add, decayed, interpret)
 
       if initial_ref is None:
-        states = tuple(plgpu.layout_cast(jnp.zeros((width, width - start), jnp.float32), WGMMA) for start in starts)
+        states = (plgpu.layout_cast(jnp.zeros((width, width), jnp.float32), WGMMA),) * each
       else:  # times 1: to shard_map what was loaded varies over its axes, and what was computed does not
         given = initial_ref.at[b, head, number]
-        states = tuple(1 * plgpu.load(part, layout=WGMMA, optimized=False) for part in parts(given))
+        states = tuple(1 * plgpu.load(given.at[first + n], layout=WGMMA, optimized=False) for n in places)
       states = lax.fori_loop(0, jnp.int32(count), advance, states)
       if others is not None and count > 1:
         wait_if(thread == 0, others_freed)  # leave no arrival unseen
-      for state, part in zip(states, parts(final_ref.at[b, head, number]), strict=True):
-        part[...] = state
+      for state, place in zip(states, places, strict=True):
+        final_ref[b, head, number, first + place] = state
       plgpu.wait_smem_to_gmem(0)
-
-    for kind, starts in enumerate(kinds):
-      of_this_kind = (pair_of(thread)[0] >= _QUARTER) == (kind == 1) if symmetric else True
-      pl.when((thread < computing) & of_this_kind)(functools.partial(compute, starts))
 
     @pl.when(thread == computing)
     def load():
       plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
-      x_rows: Any = [(pl.ds(piece.i * width + first, owned), slice(None))]
-      if symmetric:
-        x_rows = [(a, w * each + n) for w in range(computing) for n, a in enumerate(pair_of(w))]
 
       def copy(visited, none):
         slot = lax.rem(visited, jnp.int32(slots))
@@ -220,8 +188,8 @@ def write(
         source = head * group + lax.div(n, jnp.int32(blocks))
         at = pl.ds((c * blocks + lax.rem(n, jnp.int32(blocks))) * ROWS, ROWS)
         wait_if(visited >= slots, freed.at[slot])
-        for rows, places in x_rows:
-          plgpu.copy_gmem_to_smem(x_ref.at[b, source, rows, at], x_smem.at[slot, places], filled.at[slot])
+        rows = pl.ds(piece.i * width + first, owned)
+        plgpu.copy_gmem_to_smem(x_ref.at[b, source, rows, at], x_smem.at[slot], filled.at[slot])
         plgpu.copy_gmem_to_smem(v_ref.at[b, at, source, coordinates(piece.u)], v_smem.at[slot], filled.at[slot])
         plgpu.copy_gmem_to_smem(k_ref.at[b, at, source, coordinates(piece.j)], k_smem.at[slot], filled.at[slot])
         return none
@@ -235,14 +203,13 @@ def write(
 
       lax.fori_loop(max(0, total - slots), jnp.int32(total), settle, None)
 
-  tile = _QUARTER if symmetric else width
   scratch = [
     plgpu.SMEM((slots, owned, ROWS), x.dtype),
     shared((slots, ROWS, width), v.dtype),
-    shared((slots, ROWS, width), k.dtype, tile),
-    *(shared((computing if symmetric else owned, width, width - start), k.dtype, tile) for start in all_starts),
+    shared((slots, ROWS, width), k.dtype),
+    shared((owned, width, width), k.dtype),
     plgpu.SMEM((1,), jnp.float32) if others is None else shared((owned, width, width), others.dtype),
-    plgpu.Barrier(num_arrivals=2 + (owned if symmetric else 1), num_barriers=slots),
+    plgpu.Barrier(num_arrivals=3, num_barriers=slots),
     plgpu.Barrier(num_arrivals=computing, num_barriers=slots),
     plgpu.Barrier(num_arrivals=owned),
     plgpu.Barrier(num_arrivals=computing),
@@ -271,11 +238,11 @@ def write(
   return States(found, final, inner[0] if inner else None)
 
 
-def _shares(rows: int, symmetric: bool) -> tuple[int, int]:
+def _shares(rows: int) -> tuple[int, int]:
   """Those with which the chip is done first."""
 
   def rounds(shares: tuple[int, int]) -> int:
     owned = shares[0] * shares[1]
     return -(-rows * -(-STATE_WIDTH // owned) // MULTIPROCESSORS) * owned
 
-  return min(_SYMMETRIC_SHARES if symmetric else _SHARES, key=rounds)
+  return min(_SHARES, key=rounds)
