@@ -3,18 +3,20 @@
     S <- gamma S + phi(k) v^T          Z <- gamma Z + phi(k)          phi(q) . gamma S, phi(q) . gamma Z
 
 A block of the grid owns a slice of the features of one head, and leaves its part of the sums that queries gather. It
-sends for all tiles of its slice at once, and expands features while they are on their way: a coordinate is picked by
-comparing its number with those of all columns and adding up what is left. Arithmetic is float32.
+sends for all tiles of its slice at once, and expands features while they are on their way. Arithmetic is float32.
 """
 
 import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.gpu.in_place import kernel_in_place
@@ -148,7 +150,8 @@ def _step(
     return plgpu.layout_cast(lax.broadcast_in_dim(x, (height, x.shape[0]), [1]), to)
 
   def kernel(*refs):
-    *layer_ref, S_ref, Z_ref, new_S_ref, new_Z_ref, older_S_ref, older_Z_ref, own_ref, S_smem, filled = refs[8:]
+    *layer_ref, S_ref, Z_ref, new_S_ref, new_Z_ref, older_S_ref, older_Z_ref, own_ref = refs[8:-3]
+    S_smem, vectors_smem, filled = refs[-3:]
     q_refs, k_refs, (v_ref, gate_ref, index_ref, weight_ref) = refs[:2], refs[2:4], refs[4:8]
     chosen = layer_ref[0][0] if layer_ref else 0
     row, part = (f(lax.axis_index("block"), jnp.int32(slices)) for f in (lax.div, lax.rem))
@@ -177,24 +180,21 @@ def _step(
     queries = [scaled([vector(ref.at[b, head, n], picking) for ref in q_refs]) for n in range(group)]
     value = vector(v_ref.at[b, head], layout)
     kept, rest = _discount(gate_ref[b, head])
+    for n, pair in enumerate((key, *queries)):
+      for half in range(2):
+        _store(vectors_smem.at[n, half], pair[half])
+    plgpu.commit_smem()
 
     def visit(n, sums):
       at = pl.ds(n * how.tile, how.tile)
       indices = [plgpu.load(index_ref.at[i, at], layout=rows, optimized=False) for i in range(power)]
       weight = plgpu.load(weight_ref.at[at], layout=rows, optimized=False)
       found_Z = plgpu.load(Z_ref.at[chosen, b, head, at], layout=rows, optimized=False).astype(f32)
-      column = 2 * plgpu.broadcasted_iota(jnp.int32, (how.tile, wide), 1, layout=picking)
 
-      def phi(pair):
-        first, second = (across(x, picking, how.tile) for x in pair)
-        product = weight
-        for index in indices:
-          number = down(index, picking, wide)
-          picked = jnp.where(number == column, first, jnp.where(number == column + 1, second, 0.0))
-          product = product * picked.sum(axis=1)
-        return product
+      def phi(vector):
+        return functools.reduce(jnp.multiply, (_picked(vector, index, rows, interpret) for index in indices), weight)
 
-      phi_k, phi_q = phi(key), [phi(pair) for pair in queries]
+      phi_k, *phi_q = (phi(vectors_smem.at[n]) for n in range(1 + group))
       older_Z = found_Z * kept + found_Z * rest
       _store(new_Z_ref.at[chosen, b, head, at], (older_Z + phi_k).astype(Z.dtype))
       plgpu.barrier_wait(filled.at[n - begin])
@@ -239,6 +239,7 @@ def _step(
     ],
     scratch_types=[
       plgpu.SMEM((each, how.tile, value_dim), S.dtype),
+      plgpu.SMEM((1 + group, 2, wide), f32),
       plgpu.Barrier(num_arrivals=1, num_barriers=each),
     ],
     grid=(batch * heads * slices,),
@@ -248,6 +249,28 @@ def _step(
     name="step",
   )(*operands)
   return S, Z, Gathered(*gathered)
+
+
+def _picked(vector: Any, numbers: Int[Array, "n"], layout: Any, interpret: Any) -> Float[Array, "n"]:
+  """Coordinates of a vector in shared memory, which has all first ones of pairs before all second ones."""
+  if interpret is not None:
+    found: Array = vector[...].T.reshape(-1)[numbers]
+    return found
+
+  # Pallas has no gathers.
+  result = plgpu.ShapeDtypeStruct(numbers.shape, jnp.float32, layout)
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=result)
+  def gather(_: Any, vector: Any, numbers: Any) -> Any:
+    def load(number: Any, _: Any) -> Any:
+      one = mgpu.c(1, number.type)
+      place = arith.andi(number, one), arith.shrui(number, one)
+      return memref.load(vector, [arith.index_cast(ir.IndexType.get(), n) for n in place])
+
+    return numbers.foreach(load, create_array=True)
+
+  picked: Array = gather(vector, numbers)
+  return picked
 
 
 def _store(ref: Any, x: Float[Array, "..."]) -> None:
