@@ -11,7 +11,8 @@ gate of 0 there, b_t = 0, and a phase that begins anew.
 
 The phase comes first, on its own: keys enter a state rotated. Then
 - the chunked and the recurrent form exchange states. Nothing that is exchanged grows with T. A shard writes its
-  tokens twice: once for the shards after it, once on the way through them from the state that it was sent;
+  tokens twice: once for the shards after it, once on the way through them from the state that it was sent. By kernels
+  it differentiates both (`_by_kernels`);
 - the attention form gathers keys and values, each discounted to its shard's end, and adds to the sums within the shard
 
     sum over s < t and j in s of  b_{i, start of t} (b_{s+1} ... b_{t-1}) b_{end of s, j} (q'_i . k'_j) ** p  [v_j, 1]
@@ -27,10 +28,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
-from csympow import cost, op, validation
+from csympow import cost, implementations, op, validation
 from csympow import softmax as baseline
 from csympow.checks import came, validated
 from csympow.forms import attention as within
@@ -52,6 +53,7 @@ from csympow.gates import RESET
 from csympow.prefix import prefix_sum
 from csympow.rotation import phases, rotate
 from csympow.segments import find_runs
+from csympow.state import State
 
 
 def _check_axis(given: Mapping[str, Any]) -> None:
@@ -94,9 +96,8 @@ def attention(
   shards = lax.axis_size(axis)
   if shards == 1:
     return op.attention(q, k, v, power, log_gate, beta, rates, segment_ids, scale, form, chunk_size, implementation)
-  if implementation == "pallas":
-    raise NotImplementedError("implementation='pallas' has no kernels over a split sequence; 'xla' or None runs there")
-  plan = _plan(op._shape(q, k, v, power, needs_state=False), shards, form, chunk_size)
+  shape = op._shape(q, k, v, power, needs_state=False)
+  plan = _plan(shape, q.dtype, shards, form, chunk_size, implementation)
   settings = op._settings(power, plan, q.dtype)
   shard, q, k, v, log_gate, beta, rates, segment_ids = op._equally_varying(
     (lax.axis_index(axis), q, k, v, log_gate, beta, rates, segment_ids)
@@ -104,12 +105,18 @@ def attention(
   (batch, time, query_heads, head_dim), heads = q.shape, k.shape[2]
   prepare = functools.partial(op._prepare, q, k, v, log_gate, beta, rates, segment_ids, scale)
   continues = _continues(segment_ids, batch, axis)
-  phase = prepare(None).phase  # all else of this is never computed
+  alone = prepare(None)  # of which little is ever computed
+  phase, gates = alone.phase, alone.log_gate
   if rates is not None:
     phase = _phase_before(phase, segment_ids, continues, axis)
-  x = prepare(op.init_state(batch, heads, head_dim, v.shape[-1], power)._replace(phase=phase))
   # A first run that does not continue the shards before begins with a reset: what precedes its first token is padding.
-  gates = x.log_gate.at[:, 0].set(jnp.where(continues[:, None], x.log_gate[:, 0], RESET))
+  gates = gates.at[:, 0].set(jnp.where(continues[:, None], gates[:, 0], RESET))
+  start = op.init_state(batch, heads, head_dim, v.shape[-1], power)._replace(phase=phase)
+  if plan.implementation == "pallas":
+    call = functools.partial(op._attend, q, k, v, log_gate, beta, rates, segment_ids, scale)
+    by_kernels = functools.partial(call, form="chunked", implementation="pallas", settings=settings)
+    return _by_kernels(by_kernels, start, gates, continues, axis)
+  x = prepare(start)
   tokens = _Tokens(*(_padded(array, settings.chunk) for array in (x.q, x.k, x.v, gates)))
 
   until_end = _until_end(tokens.log_gate)
@@ -185,11 +192,41 @@ def exclusive_scan[Element](combine: Callable[[Element, Element], Element], elem
   return element
 
 
-def _plan(shape: cost.Shape, shards: int, form: str, chunk_size: int | None) -> cost.Plan:
+def _plan(
+  shape: cost.Shape, dtype: DTypeLike, shards: int, form: str, chunk_size: int | None, implementation: str | None
+) -> cost.Plan:
   """The form and the sizes for the whole length, and the sizes then fitted to the shard's."""
-  whole = cost.choose(dataclasses.replace(shape, time=shards * shape.time), form, chunk_size, cost.platform())
+  device, length = cost.platform(), dataclasses.replace(shape, time=shards * shape.time)
+  allowed = implementations.allowed(length, dtype, form, chunk_size, implementation, device, split=True)
+  whole = cost.choose(length, form, chunk_size, device, allowed)
+  if whole.implementation == "pallas":
+    return cost.choose(shape, whole.form, chunk_size, device, {"pallas": (whole.form,)})
   size = whole.block if whole.form == "attention" else whole.chunk
-  return cost.choose(shape, whole.form, chunk_size or cost._part(shape.time, None, size), cost.platform())
+  return cost.choose(shape, whole.form, chunk_size or cost._part(shape.time, None, size), device)
+
+
+def _by_kernels(
+  attend: Callable[..., tuple[Array, State | None]],
+  start: State,
+  gates: Float[Array, "B T H"],
+  continues: Bool[Array, "B"],
+  axis: str,
+  remember: bool = False,
+) -> Float[Array, "B T Hq dv"]:
+  """The chunked form by `attend`, which goes on from a state; `start` is an empty one of this shard's phase.
+
+  Unless told to `remember` it, what the shard's own tokens leave is computed again to be differentiated: on the way
+  forwards, kernels that neither it nor anything else needs are then left out.
+  """
+  leave = functools.partial(attend, return_state=True)
+  left = (leave if remember else jax.checkpoint(leave, prevent_cse=False))(start)[1]
+  assert left is not None
+  across = _until_end(gates)[:, 0] + gates[:, 0]
+  own = _Carried(across[..., None, None], Memory(left.S, left.Z[..., None]))
+  carried = exclusive_scan(_join, own, axis).memory
+  counts = continues.astype(jnp.float32)[:, None, None]
+  state = start._replace(S=carried.S * counts[..., None], Z=carried.Z[..., 0] * counts)
+  return attend(state, return_state=False)[0]
 
 
 def _continues(segment_ids: Integer[Array, "B T"] | None, batch: int, axis: str) -> Bool[Array, "B"]:

@@ -18,9 +18,15 @@ _OTHER_GPU = "has kernels for NVIDIA Hopper GPUs (compute capability 9.0), and t
 
 
 def allowed(
-  shape: cost.Shape, dtype: DTypeLike, form: str, chunk_size: int | None, asked: str | None, device: str
+  shape: cost.Shape,
+  dtype: DTypeLike,
+  form: str,
+  chunk_size: int | None,
+  asked: str | None,
+  device: str,
+  split: bool = False,
 ) -> dict[cost.Implementation, tuple[cost.Form, ...]]:
-  """The implementations to choose from, and the forms that each has for this call.
+  """The implementations to choose from, and the forms that each has for this call, over a sequence that may be split.
 
   An asked one that cannot be had raises NotImplementedError that says why.
   """
@@ -28,7 +34,7 @@ def allowed(
   wanted = tuple(name for name in forms if form in ("auto", name))
   if asked == "xla":
     return {"xla": wanted}
-  refusals = {name: _why_no_kernel(shape, dtype, name, chunk_size, device) for name in wanted}
+  refusals = {name: _why_no_kernel(shape, dtype, name, chunk_size, device, split) for name in wanted}
   served = tuple(name for name in wanted if refusals[name] is None)
   if asked == "pallas":
     if not served:
@@ -62,9 +68,11 @@ def _why_no_step_kernel(shape: cost.Shape, device: str) -> str | None:
 
 
 def _why_no_kernel(
-  shape: cost.Shape, dtype: DTypeLike, form: cost.Form, chunk_size: int | None, device: str
+  shape: cost.Shape, dtype: DTypeLike, form: cost.Form, chunk_size: int | None, device: str, split: bool
 ) -> str | None:
   """Why no Pallas kernel can serve a call, or None where one can."""
+  if split and form == "attention":
+    return "has kernels over a split sequence for form='chunked' only"
   if form == "recurrent":
     return "has no kernel for form='recurrent', only for 'attention' and 'chunked'"
   if device not in ("gpu", "tpu"):

@@ -183,9 +183,21 @@ def explain(
   `prefill` from nothing, give it the state of `init_state`: making one counts.
   """
   del log_gate, beta, rates, segment_ids, scale  # cost nothing that depends on the form
-  device = device or cost.platform()
   shape = _shape(q, k, v, power, needs_state=state is not None)
-  allowed = implementations.allowed(shape, q.dtype, form, chunk_size, implementation, device)
+  return _explained(shape, q.dtype, form, chunk_size, implementation, device or cost.platform())
+
+
+def _explained(
+  shape: cost.Shape,
+  dtype: DTypeLike,
+  form: str,
+  chunk_size: int | None,
+  implementation: str | None,
+  device: str,
+  split: bool = False,
+) -> Explanation:
+  """`explain`, of a sequence that may be split between devices."""
+  allowed = implementations.allowed(shape, dtype, form, chunk_size, implementation, device, split)
   plan = cost.choose(shape, form, chunk_size, device, allowed)
   if "xla" not in allowed:
     reason = f"implementation='pallas' was asked for; estimated forward time on {device}: {plan.seconds * 1e3:.3g} ms"

@@ -110,6 +110,25 @@ def test_shards_give_the_whole_sequence_forward_and_backward(shards, form):
     assert_the_whole(CASE, form, mesh, segment_ids=jnp.asarray(IDS[runs], jnp.int32), log_gate=ones)
 
 
+@pytest.mark.parametrize("chip", ["gpu", "tpu"])
+def test_long_split_sequences_are_for_kernels(chip, monkeypatch):
+  monkeypatch.setattr(cost, "platform", lambda: chip)
+  shape = cost.Shape(
+    batch=1, time=65_536, query_heads=12, heads=12, head_dim=64, value_dim=64, power=2, needs_state=False
+  )
+
+  def plan(form, implementation, dtype="bfloat16", shape=shape):
+    return context._plan(shape, dtype, 16, form, None, implementation)
+
+  whole = cost.choose(shape, "chunked", None, chip, {"pallas": ("chunked",)})
+  assert plan("auto", None) == plan("chunked", "pallas") == whole
+  assert plan("attention", None).implementation == plan("auto", None, "float32").implementation == "xla"
+  with pytest.raises(NotImplementedError, match="over a split sequence for form='chunked' only"):
+    plan("attention", "pallas")
+  with pytest.raises(NotImplementedError, match="power=2, got power=4"):
+    plan("chunked", "pallas", shape=dataclasses.replace(shape, power=4))
+
+
 def test_one_shard_is_the_whole_sequence():
   (x, rest), mesh = inputs(CASE), mesh_of(context=1)
   attention = functools.partial(context.attention, form="chunked", chunk_size=5)
@@ -145,7 +164,7 @@ def test_16_bit_inputs_give_16_bit_outputs(form):
 
 def test_auto_decides_by_the_whole_length():
   shape = cost.Shape(1, 4096, 4, 4, 64, 64, 2, False)
-  alone, among = (context._plan(shape, shards, "auto", None) for shards in (1, 64))
+  alone, among = (context._plan(shape, "float32", shards, "auto", None, None) for shards in (1, 64))
   assert (alone.form, among.form) == ("attention", "chunked")
   assert among.chunk <= 4096
 

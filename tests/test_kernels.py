@@ -12,6 +12,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 import csympow
+from csympow import context, cost
 from csympow.forms import near
 from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
@@ -20,6 +21,7 @@ from kernels_pallas.gpu.pieces import Piece, Pieces
 from kernels_pallas.gpu.tiles import BLOCK, TILE
 from tests import comparing
 from tests.comparing import Case, assert_results_close, cotangents, inputs
+from tests.test_context import mesh_of, place, sharded
 
 gpu = pytest.mark.gpu
 # The kernels take values and cotangents as bfloat16.
@@ -292,6 +294,19 @@ def test_a_state_in_pieces_is_the_state(d, dv):
     i, j, u = (slice(64 * n, 64 * n + 64) for n in piece)
     np.testing.assert_array_equal(cut[:, :, pieces.number(piece)], S[:, :, i, u, j])
     assert pieces.at(jnp.int32(pieces.number(piece))) == piece
+
+
+@pytest.mark.slow
+def test_shards_of_a_split_sequence_take_the_kernels(monkeypatch):
+  monkeypatch.setattr(cost, "platform", lambda: "gpu")
+  case, mesh = Case(T=1024, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention"), mesh_of(context=2)
+  (x, rest), attention = inputs(case), functools.partial(context.attention, form="chunked", implementation="pallas")
+
+  def run(x):
+    return sharded(attention, x, placed[1], mesh)(x, placed[1])["y"].astype(jnp.float32).sum()
+
+  placed = place(x, mesh), place(rest, mesh)
+  assert_lowers(jax.grad(run), placed[0], *ATTENTION, *STATES)
 
 
 def test_a_pass_without_gradients_writes_symmetric_states_once():

@@ -11,12 +11,14 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 import csympow
+from csympow import context, cost, op
 from csympow.forms.spans import Settings
 from kernels_pallas.tpu import pairs
 from kernels_pallas.tpu.pairs import block_size
 from kernels_pallas.tpu.shifts import LANES
 from tests import comparing
 from tests.comparing import Case, assert_results_close, cotangents, inputs
+from tests.test_context import mesh_of, place, sharded
 
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 KERNELS = {
@@ -222,3 +224,37 @@ def test_the_grid_visits_every_pair_of_blocks_once_and_those_of_one_block_in_tur
   assert sorted(columns, key=lambda group: group[0][1]) == [
     [(a, b) for a in range(blocks - 1, b - 1, -1)] for b in range(blocks)
   ]
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    Case(T=256, B=1, H=1, d=64, dv=64, segments="padded", dtype="bfloat16", entry="attention"),
+    slow(Case(T=500, B=2, H=1, d=64, dv=64, gate="resets", segments="packed", dtype="bfloat16", entry="attention")),
+  ],
+  ids=str,
+)
+def test_shards_of_a_split_sequence_give_the_whole_by_kernels(case, monkeypatch):
+  """With what `implementation=None` plans where there is a TPU."""
+  monkeypatch.setattr(cost, "platform", lambda: "tpu")
+  monkeypatch.setattr(op, "_settings", lambda power, plan, dtype: settings_of(plan))
+  monkeypatch.setattr(context, "_by_kernels", functools.partial(context._by_kernels, remember=True))
+  planned = []
+
+  def settings_of(plan):
+    planned.append(plan.implementation)
+    return Settings(case.power, plan.chunk, plan.block, plan.tile, "high", chip="tpu", interpret=STRICT)
+
+  mesh = mesh_of(context=2)
+  attention = functools.partial(context.attention, form="chunked", chunk_size=LANES)
+
+  def run(x, rest, weights):
+    return comparing.with_gradients(lambda x: sharded(attention, x, rest, mesh)(x, rest), x, weights)
+
+  placed = (place(tree, mesh) for tree in (*inputs(case), cotangents(case)))
+  results = jax.tree.map(np.asarray, comparing.quick_jit(run)(*placed))
+  assert set(planned) == {"pallas"}
+  expected = reference(case)
+  turned = {name: results.pop(name) for name in ("dbeta",) if name in results}
+  assert_results_close(results, expected, 8e-3)
+  assert_results_close(turned, {name: expected[name] for name in turned}, 1.2e-2)

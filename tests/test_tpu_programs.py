@@ -85,8 +85,10 @@ def test_the_training_step_of_the_124m_model_fits_the_chip(topology, mesh, conte
   assert float(needed) * bytes_of[unit] < GIB[topology.split(":")[0]] * 2**30
 
 
-def test_a_run_over_a_split_sequence_says_that_it_has_no_kernels():
+def test_a_run_over_a_split_sequence_says_what_it_is_run_by():
   config = overrides.load("configs/long/p2_65536.py", {})
   whole = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
   assert flops.explanation(config, whole, "tpu").implementation == "pallas"
+  assert flops.explanation(config, whole | {"context": 8}, "tpu").implementation == "pallas"
+  config = overrides.load("configs/long/p2_65536.py", {"model.form": "attention"})
   assert flops.explanation(config, whole | {"context": 8}, "tpu").implementation == "xla"

@@ -8,11 +8,12 @@ Recomputation under remat is not counted, so remat lowers the utilisation.
 """
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import jax
 
 import csympow
+from csympow import op
 from csympow.config import Config, ConfigError
 
 # Dense bfloat16 FLOP/s of one device, by what JAX calls it.
@@ -50,11 +51,10 @@ def explanation(config: Config, sizes: dict[str, int], platform: str) -> csympow
     return jax.ShapeDtypeStruct((rows, config.context, heads // sizes["tensor"], model.head_dim), model.dtype)
 
   queries, keys = shape(model.num_heads), shape(model.num_kv_heads or model.num_heads)
-  # There are no kernels over a split sequence.
-  implementation = model.implementation or ("xla" if sizes["context"] > 1 else None)
-  how = {"form": model.form, "chunk_size": model.chunk_size, "implementation": implementation}
+  sequence = op._shape(queries, keys, keys, model.power, needs_state=False)
+  how = model.form, model.chunk_size, model.implementation, platform
   try:
-    return csympow.explain(queries, keys, keys, power=model.power, device=platform, **cast(Any, how))
+    return op._explained(sequence, queries.dtype, *how, split=sizes["context"] > 1)
   except NotImplementedError as error:
     raise ConfigError(f"model.{error}") from error
 

@@ -69,7 +69,10 @@ def scan(
         Z = jnp.where(step < count, decay, 1.0) * Z + jnp.where(step < count, 1.0, 0.0) * more_of_Z
       return Z
 
-    Z = plgpu.layout_cast(jnp.zeros((rows, head_dim), f32), layout) if initial is None else load(more[0].at[b, head])
+    if initial is None:
+      Z = plgpu.layout_cast(jnp.zeros((rows, head_dim), f32), layout)
+    else:  # times 1: to shard_map what was loaded varies over its axes, and what was computed does not
+      Z = 1 * load(more[0].at[b, head])
     final_ref[b, head, at, :] = lax.fori_loop(0, jnp.int32(-(-count // _AT_ONCE)), walk, Z)
 
   matrix = (head_dim, head_dim)
