@@ -11,8 +11,7 @@ gate of 0 there, b_t = 0, and a phase that begins anew.
 
 The phase comes first, on its own: keys enter a state rotated. Then
 - the chunked and the recurrent form exchange states. Nothing that is exchanged grows with T. A shard writes its
-  tokens twice: once for the shards after it, once on the way through them from the state that it was sent. By kernels
-  it differentiates both (`_by_kernels`);
+  tokens twice: once for the shards after it, once on the way through them from the state that it was sent;
 - the attention form gathers keys and values, each discounted to its shard's end, and adds to the sums within the shard
 
     sum over s < t and j in s of  b_{i, start of t} (b_{s+1} ... b_{t-1}) b_{end of s, j} (q'_i . k'_j) ** p  [v_j, 1]
@@ -35,7 +34,7 @@ from csympow import cost, implementations, op, validation
 from csympow import softmax as baseline
 from csympow.checks import came, validated
 from csympow.forms import attention as within
-from csympow.forms import chunked, recurrent
+from csympow.forms import chunked, near, recurrent
 from csympow.forms.memory import Memory, Written, discounted, empty, write, write_backward
 from csympow.forms.spans import (
   Inputs,
@@ -53,7 +52,6 @@ from csympow.gates import RESET
 from csympow.prefix import prefix_sum
 from csympow.rotation import phases, rotate
 from csympow.segments import find_runs
-from csympow.state import State
 
 
 def _check_axis(given: Mapping[str, Any]) -> None:
@@ -113,9 +111,9 @@ def attention(
   gates = gates.at[:, 0].set(jnp.where(continues[:, None], gates[:, 0], RESET))
   start = op.init_state(batch, heads, head_dim, v.shape[-1], power)._replace(phase=phase)
   if plan.implementation == "pallas":
-    call = functools.partial(op._attend, q, k, v, log_gate, beta, rates, segment_ids, scale)
-    by_kernels = functools.partial(call, form="chunked", implementation="pallas", settings=settings)
-    return _by_kernels(by_kernels, start, gates, continues, axis)
+    x = op._preparation_for_kernels(settings)(q, k, v, log_gate, beta, rates, segment_ids, scale, start)
+    y = _by_kernels(settings, q.dtype, axis, op._padded(x._replace(log_gate=gates), settings.chunk))
+    return y[:, :time].reshape(batch, time, query_heads, -1)
   x = prepare(start)
   tokens = _Tokens(*(_padded(array, settings.chunk) for array in (x.q, x.k, x.v, gates)))
 
@@ -205,30 +203,6 @@ def _plan(
   return cost.choose(shape, whole.form, chunk_size or cost._part(shape.time, None, size), device)
 
 
-def _by_kernels(
-  attend: Callable[..., tuple[Array, State | None]],
-  start: State,
-  gates: Float[Array, "B T H"],
-  continues: Bool[Array, "B"],
-  axis: str,
-  remember: bool = False,
-) -> Float[Array, "B T Hq dv"]:
-  """The chunked form by `attend`, which goes on from a state; `start` is an empty one of this shard's phase.
-
-  Unless told to `remember` it, what the shard's own tokens leave is computed again to be differentiated: on the way
-  forwards, kernels that neither it nor anything else needs are then left out.
-  """
-  leave = functools.partial(attend, return_state=True)
-  left = (leave if remember else jax.checkpoint(leave, prevent_cse=False))(start)[1]
-  assert left is not None
-  across = _until_end(gates)[:, 0] + gates[:, 0]
-  own = _Carried(across[..., None, None], Memory(left.S, left.Z[..., None]))
-  carried = exclusive_scan(_join, own, axis).memory
-  counts = continues.astype(jnp.float32)[:, None, None]
-  state = start._replace(S=carried.S * counts[..., None], Z=carried.Z[..., 0] * counts)
-  return attend(state, return_state=False)[0]
-
-
 def _continues(segment_ids: Integer[Array, "B T"] | None, batch: int, axis: str) -> Bool[Array, "B"]:
   """Whether the first run here goes on with the last run of the shards before, or nothing stands here or before."""
   if segment_ids is None:
@@ -285,6 +259,46 @@ class _Carried(NamedTuple):
 def _join(left: _Carried, right: _Carried) -> _Carried:
   memory = for_each(jnp.add, discounted(left.memory, right.log_discount), right.memory)
   return _Carried(left.log_discount + right.log_discount, memory)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _by_kernels(settings: Settings, dtype: DTypeLike, axis: str, tokens: near.Tokens) -> Float[Array, "B T H g dv"]:
+  """The chunked form over the tokens of one shard, whole chunks long, and all shards before it."""
+  memory, _ = _before(settings, dtype, axis, tokens)
+  return op._chunked_by_kernels(tokens, memory, settings, dtype, False)[0]
+
+
+def _before(settings: Settings, dtype: DTypeLike, axis: str, tokens: near.Tokens) -> tuple[Memory, Callable[..., Any]]:
+  """The memory of all shards before this one, and what takes its cotangent to that of what a shard leaves."""
+  left = op._chunked_by_kernels(tokens, None, settings, dtype, True)[1]  # of the rest nothing is computed
+  across = (_until_end(tokens.log_gate)[:, 0] + tokens.log_gate[:, 0])[..., None, None]
+  return jax.vjp(lambda left: exclusive_scan(_join, _Carried(across, left), axis).memory, left)
+
+
+def _by_kernels_forward(settings: Settings, dtype: DTypeLike, axis: str, tokens: near.Tokens) -> tuple[Array, Any]:
+  memory, transposed = _before(settings, dtype, axis, tokens)
+
+  def attend(tokens: near.Tokens, memory: Memory) -> tuple[Array, Memory | None]:
+    return op._chunked_by_kernels(tokens, memory, settings, dtype, True)
+
+  (y, after), backward = jax.vjp(attend, tokens, memory)
+  return y, (backward, transposed, for_each(jnp.zeros_like, after))
+
+
+def _by_kernels_backward(
+  settings: Settings, dtype: DTypeLike, axis: str, saved: Any, dy: Float[Array, "B T H g dv"]
+) -> tuple[near.Tokens]:
+  """What a shard leaves is what the next one finds, so its cotangent is that of all shards after it.
+
+  They send it when all have walked backwards once, from nothing, for the cotangent of what they found.
+  """
+  del settings, dtype, axis
+  backward, transposed, nothing = saved
+  (dafter,) = transposed(backward((dy, nothing))[1])  # of the rest nothing is computed
+  return (backward((dy, dafter))[0],)
+
+
+_by_kernels.defvjp(_by_kernels_forward, _by_kernels_backward)
 
 
 class _Tokens(NamedTuple):

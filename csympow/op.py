@@ -1,6 +1,7 @@
 """The public functions: check the arguments, prepare the inputs, choose a form, run it."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -366,48 +367,57 @@ def _attend(
   settings: Settings,
   return_state: bool,
 ) -> tuple[Float[Array, "B T Hq dv"], State | None]:
-  # What the kernels save is small; what differentiating the preparation would save is not, and cheap to compute again.
   kernels = implementation == "pallas"
-  prepare = _prepare
-  if kernels:
-    # On a chip only: what is interpreted has effects, and jax.checkpoint refuses to differentiate those.
-    totals = near.totals_kernel(settings) if settings.interpret is None else None
-    by_kernels = functools.partial(_prepare, for_kernels=True, totals=totals)
-    prepare = jax.checkpoint(by_kernels, prevent_cse=False)
+  prepare = _preparation_for_kernels(settings) if kernels else _prepare
   x = prepare(q, k, v, log_gate, beta, rates, segment_ids, scale, state)
+  tokens = _padded(x, settings.chunk)
   batch, time, query_heads, _ = q.shape
-  padding = -time % settings.chunk
-  queries, keys, values, gates = (
-    jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2)) for array in (x.q, x.k, x.v, x.log_gate)
-  )
   memory: Memory | None
   if form == "recurrent":
-    y, memory = recurrent.attend(queries, keys, values, gates, x.memory, settings.power, settings.chunk)
+    y, memory = recurrent.attend(*tokens[:4], x.memory, settings.power, settings.chunk)
   elif kernels and form == "chunked":
-    remaining = rotating.padded(x.rotation, padding, keys.shape[-1])
-    attend = carried.attend if settings.chip == "tpu" else fused_chunked.attend
-    y, memory = attend(near.Tokens(queries, keys, values, gates, remaining), x.memory, settings, q.dtype, return_state)
+    y, memory = _chunked_by_kernels(tokens, x.memory, settings, q.dtype, return_state)
   elif kernels:
     if settings.chip == "gpu":
-      queries, keys, values = _equally_wide(queries, keys, values)
-    remaining = rotating.padded(x.rotation, padding, keys.shape[-1])
-    y, memory = fused.attend(
-      near.Tokens(queries, keys, values, gates, remaining), x.memory, settings, q.dtype, return_state
-    )
+      tokens = _equally_wide(tokens)
+    y, memory = fused.attend(tokens, x.memory, settings, q.dtype, return_state)
     y = y[..., : v.shape[-1]]
   else:
-    y, memory = chunked.attend(queries, keys, values, gates, x.memory, settings, return_state)
+    y, memory = chunked.attend(*tokens[:4], x.memory, settings, return_state)
   y = y[:, :time].reshape(batch, time, query_heads, -1).astype(q.dtype)
   return y, _state(memory, x.phase, state) if return_state and memory is not None else None
 
 
-def _equally_wide(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+def _preparation_for_kernels(settings: Settings) -> Callable[..., _Prepared]:
+  """`_prepare`, computed again in the backward pass: what it would save is large, unlike all that the kernels save."""
+  # On a chip only: what is interpreted has effects, and jax.checkpoint refuses to differentiate those.
+  totals = near.totals_kernel(settings) if settings.interpret is None else None
+  return jax.checkpoint(functools.partial(_prepare, for_kernels=True, totals=totals), prevent_cse=False)
+
+
+def _padded(x: _Prepared, size: int) -> near.Tokens:
+  """The tokens, filled up to whole chunks."""
+  padding = -x.k.shape[1] % size
+  q, k, v, log_gate = (
+    jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2)) for array in (x.q, x.k, x.v, x.log_gate)
+  )
+  return near.Tokens(q, k, v, log_gate, rotating.padded(x.rotation, padding, k.shape[-1]))
+
+
+def _chunked_by_kernels(
+  x: near.Tokens, memory: Memory | None, settings: Settings, dtype: DTypeLike, return_memory: bool
+) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
+  attend = carried.attend if settings.chip == "tpu" else fused_chunked.attend
+  return attend(x, memory, settings, dtype, return_memory)
+
+
+def _equally_wide(x: near.Tokens) -> near.Tokens:
   """Fills up the narrower of keys and values with zeros where the other is wider than a kernel's pass."""
-  wide = max(k.shape[-1], v.shape[-1])
+  wide = max(x.k.shape[-1], x.v.shape[-1])
   if wide <= 64:
-    return q, k, v
-  q, k, v = (jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, wide - x.shape[-1]),)) for x in (q, k, v))
-  return q, k, v
+    return x
+  q, k, v = (jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, wide - a.shape[-1]),)) for a in x[:3])
+  return near.Tokens(q, k, v, x.log_gate, rotating.padded(x.rotation, 0, wide))
 
 
 def _state(memory: Memory, phase: Float[Array, "B H r"], given: State | None) -> State:

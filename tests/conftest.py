@@ -8,6 +8,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 import hypothesis
 import jax
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 # The same examples every time, and no time limit for one of them: the first of each shape compiles.
 hypothesis.settings.register_profile("csympow", derandomize=True, deadline=None, database=None, print_blob=False)
@@ -20,6 +21,21 @@ def quick_compilation():
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def no_races(monkeypatch):
+  """In no kernel that was interpreted for a GPU, each of which has a detector of its own, was there a race."""
+  found, detector = [], gpu_callbacks.GPURaceDetectionState
+
+  def recorded(**options):
+    found.append(detector(**options))
+    return found[-1]
+
+  monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", recorded)
+  yield
+  assert found, "no kernel was interpreted"
+  assert not any(races.races_found for races in found)
 
 
 @pytest.fixture(autouse=True)

@@ -238,7 +238,6 @@ def test_shards_of_a_split_sequence_give_the_whole_by_kernels(case, monkeypatch)
   """With what `implementation=None` plans where there is a TPU."""
   monkeypatch.setattr(cost, "platform", lambda: "tpu")
   monkeypatch.setattr(op, "_settings", lambda power, plan, dtype: settings_of(plan))
-  monkeypatch.setattr(context, "_by_kernels", functools.partial(context._by_kernels, remember=True))
   planned = []
 
   def settings_of(plan):

@@ -112,7 +112,7 @@ def _forward(
   discounts = _discounts(exponents, G, settings.chunk)
   # What is symmetric in a state is needed twice by gradients only: neither queries nor `_features` read it twice.
   once = not save and Pieces.of(q.shape[-1], tokens.v.shape[-1]).total == 1
-  of_k = [_root_of_keys(discounts)] if once else _of_keys(discounts)
+  of_k = (_root_of_keys(discounts),) if once else _of_keys(discounts)
   of_q = [Copy(jnp.bfloat16, time_last=True)]
   x, (time_last,), k_copies = near.operands_and_copies(tokens, G, exponents, of_q, of_k, settings)
   scale = near.state_scale(x.top)
@@ -209,8 +209,8 @@ def _of_queries(factor: Float[Array, "B Hq T"]) -> tuple[Copy, Copy]:
   return Copy(jnp.bfloat16), Copy(jnp.bfloat16, factor, time_last=True)
 
 
-def _of_keys(discounts: _Discounts) -> list[Copy]:
-  return [Copy(jnp.bfloat16, discounts.k_scale), _discounted_keys(discounts)._replace(time_last=True)]
+def _of_keys(discounts: _Discounts) -> tuple[Copy, Copy]:
+  return Copy(jnp.bfloat16, discounts.k_scale), _discounted_keys(discounts)._replace(time_last=True)
 
 
 def _discounted_keys(discounts: _Discounts) -> Copy:

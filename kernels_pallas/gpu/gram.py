@@ -34,8 +34,11 @@ def gram(
   time_last: bool,
   interpret: Any = None,
 ) -> Float[Array, "B H n d d"]:
-  """Added in float32; `time_last` is how x stands, and k is x if None. Several heads may share a sum."""
-  assert k is not None or time_last
+  """Added in float32; `time_last` is how x stands. Several heads may share a sum.
+
+  Without k it is x, of heads of 64, time last and without a weight.
+  """
+  assert k is not None or (time_last and weight is None and x.shape[2] == STATE_WIDTH)
   batch, all_heads, head_dim, time = x.shape if time_last else [x.shape[n] for n in (0, 2, 3, 1)]
   group, blocks = all_heads // heads, time // count // ROWS
   visits, parts, width = group * blocks, head_dim // STATE_WIDTH, STATE_WIDTH

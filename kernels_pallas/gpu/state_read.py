@@ -86,10 +86,9 @@ def read(
   pieces = _pieces(x, S)
   if pieces.first > 1:
     return Found(_symmetric(x, y, S, None, scale, interpret), _normaliser(y.astype(x.dtype), Z, scale))
-  given = _Options(Z=Z, scale=scale)
-  numerator, normaliser = _read(x, y, S, given, Piece(0, 0, 0), False, interpret, dtype, by_rows)
-  others = [Piece(0, 0, u) for u in range(1, pieces.values)]
-  more = [_read(x, y, S, _Options(scale=scale), piece, False, interpret, dtype)[0] for piece in others]
+  find = functools.partial(_read, x, y, S, transposed=False, interpret=interpret, dtype=dtype, by_rows=by_rows)
+  numerator, normaliser = find(_Options(Z=Z, scale=scale), Piece(0, 0, 0))
+  more = [find(_Options(scale=scale), Piece(0, 0, u))[0] for u in range(1, pieces.values)]
   return Found(_side_by_side([numerator, *more]), normaliser)
 
 
@@ -113,7 +112,7 @@ def read_transposed(
     for i in range(pieces.first):
       for u in range(pieces.values):
         given = _Options(Z, w, w_scale, found, scale) if u == 0 else _Options(rows=found, scale=scale)
-        (found,) = _read(x, y, S, given, Piece(i, j, u), True, interpret)
+        (found,) = _read(x, y, S, given, Piece(i, j, u), transposed=True, interpret=interpret)
     return found
 
   return _side_by_side([of_columns(j) for j in range(pieces.second)])
@@ -153,7 +152,8 @@ def _symmetric(
     found = rows
     for i in range(pieces.first):
       for j in range(i, pieces.second):
-        (found,) = _read(x, y, S, _Options(rows=found, scale=scale), Piece(i, j, u), False, interpret)
+        given = _Options(rows=found, scale=scale)
+        (found,) = _read(x, y, S, given, Piece(i, j, u), transposed=False, interpret=interpret)
     assert found is not None
     return found
 
@@ -182,6 +182,7 @@ def _read(
   S: BFloat16[Array, "B H m n w w w"],
   given: _Options,
   piece: Piece,
+  *,
   transposed: bool,
   interpret: Any,
   dtype: DTypeLike = jnp.float32,
@@ -208,6 +209,8 @@ def _read(
   in_visit = _AT_ONCE * sum(len(some) for _, some in kinds[0])
   assert in_visit >= TERMS * parts
   fetches = _AT_ONCE * len(kinds[0]) if by_rows else in_visit
+  of_Z = TERMS * width // fetches  # rows of Z at a time, if by rows
+  assert not by_rows or (pieces.total == 1 and of_Z * (fetches // TERMS) == width)
   first = 0 if given.Z is None else 1  # visits to Z come before those to S
   of_kind = width // _AT_ONCE // (len(kinds) * len(kinds[0]))
   visits = first + len(kinds) * of_kind
@@ -345,7 +348,9 @@ def _read(
       if first:
         for m in range(fetches):  # what is too many comes again, for a barrier waits for as many every time
           if by_rows:
-            fetch(options.Z.at[b, source, c, m % TERMS], s_smem.at[0, pl.ds(m % TERMS * width, width)], filled.at[0])
+            term, part = divmod(m, fetches // TERMS)
+            rows = pl.ds(part * of_Z, of_Z)
+            fetch(options.Z.at[b, source, c, term, rows], s_smem.at[0, pl.ds(m * of_Z, of_Z)], filled.at[0])
             continue
           n = m % (parts * TERMS)
           at = pl.ds(j * width + (n % parts) * columns, columns)

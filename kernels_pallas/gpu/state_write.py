@@ -22,13 +22,13 @@ from jaxtyping import Array, BFloat16, Float
 from kernels_pallas.gpu.pieces import Pieces, coordinates
 from kernels_pallas.gpu.tiles import (
   LOADING_REGISTERS,
-  MULTIPROCESSORS,
   REGISTERS,
   ROWS,
   STATE_WIDTH,
   WGMMA,
   accumulate,
   across,
+  fastest,
   shared,
   varying_as,
   wait_if,
@@ -42,7 +42,8 @@ class States(NamedTuple):
   """The state that each chunk finds, the last one, and inner products; in `pieces`, of which there are m.
 
   With the states T that another scan found, of the chunk after c in time: S[a] T[a], and S[a] T[b], b being the other
-  one of a's pair of coordinates; both still to be summed over the last axis.
+  one of a's pair of coordinates; both still to be summed over the last axis. `symmetric_write` has found S[a]^T, and of
+  it not all.
   """
 
   found: BFloat16[Array, "B H m n w w w"]
@@ -240,9 +241,4 @@ def write(
 
 def _shares(rows: int) -> tuple[int, int]:
   """Those with which the chip is done first."""
-
-  def rounds(shares: tuple[int, int]) -> int:
-    owned = shares[0] * shares[1]
-    return -(-rows * -(-STATE_WIDTH // owned) // MULTIPROCESSORS) * owned
-
-  return min(_SHARES, key=rounds)
+  return fastest(_SHARES, lambda owned: rows * -(-STATE_WIDTH // owned))

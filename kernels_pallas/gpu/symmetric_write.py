@@ -1,4 +1,4 @@
-"""Keys and values into states on Hopper, p = 2, as `state_write` does it, but every product of two coordinates once.
+"""Keys and values into states on Hopper, p = 2, as `state_write` does it, but what is symmetric in them hardly twice.
 
     S[a]_b <- decay S[a]_b + sum_j (x_ja x_jb) v_j      for coordinates b of a's quarter and of later ones
 
@@ -33,13 +33,13 @@ from jaxtyping import Array, BFloat16, Float
 from kernels_pallas.gpu.state_write import States
 from kernels_pallas.gpu.tiles import (
   LOADING_REGISTERS,
-  MULTIPROCESSORS,
   REGISTERS,
   ROWS,
   STATE_WIDTH,
   WGMMA,
   accumulate,
   across,
+  fastest,
   shared,
   varying_as,
   wait_if,
@@ -239,7 +239,7 @@ def _by_row(pair: Any, boundary: int, interpret: Any) -> BFloat16[Array, "rows t
     return jnp.where(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA) < boundary, one, other)
 
   # A warp has 16 rows, all of one coordinate, so it need not load the other.
-  result = plgpu.ShapeDtypeStruct((ROWS,), jnp.bfloat16, layout)
+  result = plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, WGMMA)
   registers: Any = layout.to_mgpu()
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
@@ -249,9 +249,11 @@ def _by_row(pair: Any, boundary: int, interpret: Any) -> BFloat16[Array, "rows t
     second = arith.cmpi(arith.CmpIPredicate.uge, warp, mgpu.c(boundary // _QUARTER, i32))
     place = arith.index_castui(ir.IndexType.get(), arith.extui(i32, second))
     mine: Any = mgpu.memref_slice(pair, place)
-    return mgpu.FragmentedArray.load_untiled(mine, layout=registers, optimized=False)
+    along = mgpu.FragmentedArray.load_untiled(mine, layout=registers, optimized=False)
+    return along.broadcast_in_dim(shape, (1,), WGMMA.to_mgpu())
 
-  return across(of_warp(pair), shape)
+  factors: Array = of_warp(pair)
+  return factors
 
 
 def _coordinates() -> tuple[np.ndarray, np.ndarray]:
@@ -281,10 +283,4 @@ def _matrices(rows: Float[Array, "B H products w w"]) -> Float[Array, "B H 1 w w
 
 def _shares(rows: int) -> tuple[int, int]:
   """Those with which the chip is done first."""
-
-  def rounds(shares: tuple[int, int]) -> int:
-    owned = shares[0] * shares[1]
-    slices = sum(-(-kind.products // owned) for kind in _KINDS)
-    return -(-rows * slices // MULTIPROCESSORS) * owned
-
-  return min(_SHARES, key=rounds)
+  return fastest(_SHARES, lambda owned: rows * sum(-(-kind.products // owned) for kind in _KINDS))

@@ -49,6 +49,19 @@ def varying_as(like: Array, tree: Any) -> Any:
   return jax.tree.map(mark, tree)
 
 
+def fastest(shares: tuple[tuple[int, int], ...], blocks: Callable[[int], int]) -> tuple[int, int]:
+  """How many warpgroups of a block compute how much each, so that the chip is done first.
+
+  `blocks` are those of the grid by how much each of them does.
+  """
+
+  def time(share: tuple[int, int]) -> int:
+    owned = share[0] * share[1]
+    return -(-blocks(owned) // MULTIPROCESSORS) * owned
+
+  return min(shares, key=time)
+
+
 def place_in_grid(item: Int[Array, ""], rows: int, tiles: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
   """(the sequence and head, the tile of tokens) of a block of the grid, last tiles first.
 
