@@ -41,7 +41,7 @@ def forward(
     initial_refs = None if initial is None else (refs.pop(0), refs.pop(0))
     y_ref, normaliser_ref, heard_ref = (refs.pop(0) for _ in range(3))
     final_refs = (refs.pop(0), refs.pop(0)) if return_final else None
-    keys, queries, sums, discounted, *transposed = refs[3:]
+    keys, queries, sums, discounted, features, *transposed = refs[3:]
     carried = Carried(*refs[:3])
     S, Z = carried[:2]
     *place, n = (pl.program_id(axis) for axis in range(3))
@@ -70,8 +70,11 @@ def forward(
         S[part.rows] = S[part.rows] * decay + dot(part.all_features(keys, range(tiles)), discounted[...], NT)
 
       def read(g):
-        for t in range(tiles):
-          sums[g * tiles + t] += dot(found[...], turn.features(queries, g * tiles + t))
+        for some in shifts.side_by_side(tiles):
+          for t in some:
+            turn.expand(features, queries, g * tiles + t, t)
+          at = pl.ds(some[0] * LANES, len(some) * LANES)
+          sums[g, :, at] += dot(found[...], jnp.concatenate([features[t, : turn.size] for t in some], axis=1))
 
       shifts.for_all_groups(group, read)
 
@@ -87,7 +90,7 @@ def forward(
         far = jnp.sum((dot(high, q) + dot(low, q)) * q.astype(jnp.float32), axis=0, keepdims=True)
         heard = jnp.where(far < 0, 0.0, 1.0)  # in exact arithmetic it is not; NaN stays
         since = jnp.exp2(gate) * heard
-        total, normaliser = sums[g * tiles + i] * since, far * since
+        total, normaliser = sums[g, :, tile(i)] * since, far * since
         for j in range(i + 1):
           scores = dot(keys_down[j], q)
           weights = (scores * scores * shifts.discounts(gate, pulls[j], 0 if i == j else None)).astype(jnp.bfloat16)
@@ -127,8 +130,9 @@ def forward(
       *Carried.scratch(head_dim, value_dim),
       shifts.scratch_of_vectors(tiles, head_dim),
       shifts.scratch_of_vectors(group * tiles, head_dim),
-      pltpu.VMEM((group * tiles, value_dim, LANES), jnp.float32),
+      pltpu.VMEM((group, value_dim, chunk), jnp.float32),
       pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
+      shifts.scratch_of_features(tiles),
       *shifts.scratch_of_transposed(head_dim, value_dim),
     ],
     compiler_params=shifts.PARAMETERS,

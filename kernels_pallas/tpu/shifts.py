@@ -104,6 +104,13 @@ def scratch_of_vectors(count: int, head_dim: int) -> Any:
   return pltpu.VMEM((count, head_dim * 3 // 2, LANES), jnp.float32)
 
 
+def scratch_of_features(tiles: int) -> Any:
+  """Room for the features of a turn of the loop. One array for each tile: in longer rows a register of 16-bit values
+  would lie in two halves.
+  """
+  return pltpu.VMEM((tiles, ROWS, LANES), jnp.bfloat16)
+
+
 def scratch_of_transposed(head_dim: int, value_dim: int) -> list[Any]:
   """Room for the features of a turn of the loop, or of the last shift, on lanes."""
   return [pltpu.VMEM((value_dim, size), jnp.bfloat16) for size in (ROWS, head_dim // 2)]
@@ -186,6 +193,14 @@ class Shifts(NamedTuple):
     shifted = [x[n, :d] * x[n, pl.ds(self.first + m, d)] for m in range(self.many)]
     return jnp.concatenate([product.astype(jnp.bfloat16) for product in shifted], axis=0)
 
+  def expand(self, out: Any, x: Any, n: Any, at: int) -> None:
+    """Writes the features of the n-th tile to memory, where they wait for the matrix units: registers are too few."""
+    d = self.head_dim
+    if self.is_last:
+      out[at, : self.size] = self.features(x, n)
+    for m in range(self.many):
+      out[at, m * d : (m + 1) * d] = self._replace(first=self.first + m, many=1).features(x, n)
+
   def all_features(self, x: Any, tiles: Iterable[Any]) -> BFloat16[Array, "f T"]:
     """The features of several tiles side by side: a product over all their tokens is summed in the matrix unit."""
     return jnp.concatenate([self.features(x, n) for n in tiles], axis=1)
@@ -258,6 +273,11 @@ def add_gram(Z: Any, decay: Any, x: Float[Array, "d t"], weight: Float[Array, "1
 def column(row: Float[Array, "1 t"]) -> Float[Array, "t 1"]:
   """A vector over lanes, as one over sublanes."""
   return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
+
+
+def side_by_side(tiles: int) -> list[list[int]]:
+  """The tiles by twos: a product with 256 tokens fills the matrix units of every chip."""
+  return [list(range(n, min(n + 2, tiles))) for n in range(0, tiles, 2)]
 
 
 def tile(n: int) -> Any:
