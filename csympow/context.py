@@ -285,6 +285,12 @@ def _by_kernels_forward(settings: Settings, dtype: DTypeLike, axis: str, tokens:
   return y, (backward, transposed, for_each(jnp.zeros_like, after))
 
 
+@jax.jit
+def _taken(backward: Callable[..., Any], cotangents: Any) -> Any:
+  """Traced and lowered once for both walks: a kernel takes a second."""
+  return backward(cotangents)
+
+
 def _by_kernels_backward(
   settings: Settings, dtype: DTypeLike, axis: str, saved: Any, dy: Float[Array, "B T H g dv"]
 ) -> tuple[near.Tokens]:
@@ -294,8 +300,8 @@ def _by_kernels_backward(
   """
   del settings, dtype, axis
   backward, transposed, nothing = saved
-  (dafter,) = transposed(backward((dy, nothing))[1])  # of the rest nothing is computed
-  return (backward((dy, dafter))[0],)
+  (dafter,) = transposed(_taken(backward, (dy, nothing))[1])  # of the rest nothing is computed
+  return (_taken(backward, (dy, dafter))[0],)
 
 
 _by_kernels.defvjp(_by_kernels_forward, _by_kernels_backward)

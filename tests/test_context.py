@@ -13,7 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import csympow.softmax
-from csympow import context, cost
+from csympow import context, cost, op
+from csympow.forms import chunked
+from csympow.forms.rotating import rotated
 from tests.comparing import (
   TOLERANCE,
   Case,
@@ -108,6 +110,21 @@ def test_shards_give_the_whole_sequence_forward_and_backward(shards, form):
   ones = jnp.zeros((CASE.B, T, CASE.H))
   for runs in ("one run", "padding over whole shards of a run"):
     assert_the_whole(CASE, form, mesh, segment_ids=jnp.asarray(IDS[runs], jnp.int32), log_gate=ones)
+
+
+def test_shards_that_attend_from_states_give_the_whole_sequence(monkeypatch):
+  """As they do by kernels, with XLA's chunked form in their place."""
+
+  def attend(x, memory, settings, dtype, return_memory):
+    y, memory = chunked.attend(*rotated(x.q, x.k, x.rotation), x.v, x.log_gate, memory, settings, return_memory)
+    return y.astype(dtype), memory
+
+  plan = context._plan
+  monkeypatch.setattr(op, "_chunked_by_kernels", attend)
+  monkeypatch.setattr(context, "_plan", lambda *call: dataclasses.replace(plan(*call), implementation="pallas"))
+  case = dataclasses.replace(CASE, rotation="fixed")  # betas' gradients are for kernels to take
+  for ids in IDS.values():
+    assert_the_whole(case, "chunked", mesh_of(context=2), segment_ids=jnp.asarray(ids, jnp.int32))
 
 
 @pytest.mark.parametrize("chip", ["gpu", "tpu"])

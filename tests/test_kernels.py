@@ -206,7 +206,9 @@ def test_chunked_kernels_are_right_in_the_interpreter_and_race_free(case, chunk)
 FORWARD_ONLY = Case(T=260, B=1, H=1, groups=2, d=64, dv=64, dtype="bfloat16", entry="continued")
 
 
-@pytest.mark.parametrize("case", [dataclasses.replace(FORWARD_ONLY, T=100), slow(FORWARD_ONLY)], ids=str)
+@pytest.mark.parametrize(
+  "case", [dataclasses.replace(FORWARD_ONLY, T=100, groups=1, entry="prefill"), slow(FORWARD_ONLY)], ids=str
+)
 @pytest.mark.usefixtures("no_races")
 def test_a_chunked_pass_without_gradients_is_right_in_the_interpreter(case):
   x, rest = inputs(case)
@@ -345,7 +347,8 @@ def test_states_do_not_depend_on_how_coordinates_are_shared_out(monkeypatch, sha
   comparing.assert_close(np.sum(back.inner[0, 0, 0, 0], axis=-1), expected, 5e-3, "inner")
 
 
-@pytest.mark.parametrize("shares", [(3, 1), *(slow(shares) for shares in [(2, 2), (4, 1)])])
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", symmetric_write._SHARES)
 @pytest.mark.usefixtures("no_races")
 def test_symmetric_states_do_not_depend_on_how_products_are_shared_out(monkeypatch, shares):
   monkeypatch.setattr(symmetric_write, "_shares", lambda rows: shares)

@@ -226,11 +226,12 @@ def test_the_grid_visits_every_pair_of_blocks_once_and_those_of_one_block_in_tur
   ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "case",
   [
     Case(T=256, B=1, H=1, d=64, dv=64, segments="padded", dtype="bfloat16", entry="attention"),
-    slow(Case(T=500, B=2, H=1, d=64, dv=64, gate="resets", segments="packed", dtype="bfloat16", entry="attention")),
+    Case(T=500, B=2, H=1, d=64, dv=64, gate="resets", segments="packed", dtype="bfloat16", entry="attention"),
   ],
   ids=str,
 )
