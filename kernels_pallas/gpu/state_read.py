@@ -40,6 +40,7 @@ from kernels_pallas.gpu.tiles import (
   WGMMA,
   accumulate,
   down,
+  multiply,
   shared,
   varying_as,
   wait_if,
@@ -246,14 +247,8 @@ def _read(
     def compute():
       plgpu.set_max_registers(REGISTERS[_COMPUTING], action="increase")
 
-      def multiply(sums, left, right):
-        if staging:  # the interpreter's wgmma takes no operand from registers
-          staging[0][thread, :, : left.shape[1]] = left
-          plgpu.commit_smem()
-          plgpu.wgmma(sums, staging[0].at[thread, :, : left.shape[1]], right)
-          plgpu.wgmma_wait(0)
-        else:
-          plgpu.wgmma(sums, left, right)
+      def add_product(sums, left, right):
+        multiply(sums, left, right, staging[0].at[thread, :, : left.shape[1]] if staging else None)
 
       def done_with(slot):
         plgpu.wgmma_wait(0)  # for all: ptxas gives the registers of left operands to the next slot's
@@ -274,7 +269,7 @@ def _read(
       def times_Z(left):
         def products(sums):
           for m in range(parts * TERMS):
-            multiply(sums, part_of(left, m % parts), operand(0, m))
+            add_product(sums, part_of(left, m % parts), operand(0, m))
           done_with(0)
           return sums[...]
 
@@ -305,7 +300,7 @@ def _read(
             factor, left = along(x_smem.at[a, pl.ds(thread * ROWS, ROWS)]), part_of(y, part)
             if not transposed and (whole or part > quarter):  # for (b, a), too
               factor = factor + factor
-            multiply(sums, left * down(factor, left.shape), operand(slot, m))
+            add_product(sums, left * down(factor, left.shape), operand(slot, m))
             if m + 1 == in_visit // 2 and not whole:  # or ptxas is short of registers, and does so after every product
               plgpu.wgmma_wait(0)
           done_with(slot)

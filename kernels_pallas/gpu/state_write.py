@@ -29,6 +29,7 @@ from kernels_pallas.gpu.tiles import (
   accumulate,
   across,
   fastest,
+  multiply,
   shared,
   varying_as,
   wait_if,
@@ -151,14 +152,7 @@ def write(
             for total, place in zip(sums, places, strict=True):
               along = plgpu.load(x_smem.at[slot, place], layout=WGMMA.reduce(0), optimized=False)
               left = values * across(along, values.shape)
-              if staging:  # the interpreter's wgmma takes no operand from registers
-                staging[0][thread] = left
-                plgpu.commit_smem()
-                plgpu.wgmma(total, staging[0].at[thread], k_smem.at[slot])
-                plgpu.wgmma_wait(0)
-              else:
-                plgpu.wgmma(total, left, k_smem.at[slot])
-
+              multiply(total, left, k_smem.at[slot], staging[0].at[thread] if staging else None)
             plgpu.wgmma_wait(0)  # for all: ptxas gives the registers of left operands to the next block's
             plgpu.barrier_arrive(freed.at[slot])
             return none

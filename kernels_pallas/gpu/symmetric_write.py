@@ -40,6 +40,7 @@ from kernels_pallas.gpu.tiles import (
   accumulate,
   across,
   fastest,
+  multiply,
   shared,
   varying_as,
   wait_if,
@@ -140,13 +141,7 @@ def write(
               keys, values = plgpu.load(b_smem.at[slot, :, some], layout=WGMMA, optimized=False), v_smem.at[slot, some]
               for total, place in zip(sums, places, strict=True):
                 left = keys * _by_row(a_smem.at[slot, :, place, some], len(kind.windows[0]), interpret)
-                if staging:  # the interpreter's wgmma takes no operand from registers
-                  staging[0][thread] = left
-                  plgpu.commit_smem()
-                  plgpu.wgmma(total, staging[0].at[thread], values)
-                  plgpu.wgmma_wait(0)
-                else:
-                  plgpu.wgmma(total, left, values)
+                multiply(total, left, values, staging[0].at[thread] if staging else None)
             plgpu.wgmma_wait(0)  # for all: ptxas gives the registers of left operands to the next visit's
             plgpu.barrier_arrive(freed.at[slot])
             return none

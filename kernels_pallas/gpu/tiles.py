@@ -155,6 +155,17 @@ def accumulate(add: Callable[..., None], initial: tuple[Array, ...], interpret: 
   return tuple(map(jnp.add, initial, added))
 
 
+def multiply(sums: Any, left: Array, right: Any, staging: Any) -> None:
+  """Adds left @ right, of which left is in registers; from there the interpreter's wgmma takes nothing."""
+  if staging is None:
+    plgpu.wgmma(sums, left, right)
+    return
+  staging[...] = left
+  plgpu.commit_smem()
+  plgpu.wgmma(sums, staging, right)
+  plgpu.wgmma_wait(0)
+
+
 def wait_if(condition: Bool[Array, ""], barrier: Any) -> None:
   """Waits for a barrier that a ring's first round does not have."""
 
