@@ -286,7 +286,7 @@ def _by_kernels_forward(settings: Settings, dtype: DTypeLike, axis: str, tokens:
 
 
 @jax.jit
-def _taken(backward: Callable[..., Any], cotangents: Any) -> Any:
+def _walked(backward: Callable[..., Any], cotangents: Any) -> Any:
   """Traced and lowered once for both walks: a kernel takes a second."""
   return backward(cotangents)
 
@@ -300,8 +300,8 @@ def _by_kernels_backward(
   """
   del settings, dtype, axis
   backward, transposed, nothing = saved
-  (dafter,) = transposed(_taken(backward, (dy, nothing))[1])  # of the rest nothing is computed
-  return (_taken(backward, (dy, dafter))[0],)
+  (dafter,) = transposed(_walked(backward, (dy, nothing))[1])  # of the rest nothing is computed
+  return (_walked(backward, (dy, dafter))[0],)
 
 
 _by_kernels.defvjp(_by_kernels_forward, _by_kernels_backward)

@@ -314,6 +314,18 @@ def temporaries(function, *shapes, **options):
   return compiled.memory_analysis().temp_size_in_bytes
 
 
+def recorded(monkeypatch, module, name):
+  """All objects of a module's class that are made from now on."""
+  found, made = [], getattr(module, name)
+
+  def make(**options):
+    found.append(made(**options))
+    return found[-1]
+
+  monkeypatch.setattr(module, name, make)
+  return found
+
+
 def by_kernels(case, form, settings):
   """The op as `implementation="pallas"` runs it with these settings, wherever this is traced."""
 

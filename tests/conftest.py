@@ -26,13 +26,9 @@ def quick_compilation():
 @pytest.fixture
 def no_races(monkeypatch):
   """In no kernel that was interpreted for a GPU, each of which has a detector of its own, was there a race."""
-  found, detector = [], gpu_callbacks.GPURaceDetectionState
+  from tests import comparing  # here: imported with this file, it would be before jaxtyping's hook
 
-  def recorded(**options):
-    found.append(detector(**options))
-    return found[-1]
-
-  monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", recorded)
+  found = comparing.recorded(monkeypatch, gpu_callbacks, "GPURaceDetectionState")
   yield
   assert found, "no kernel was interpreted"
   assert not any(races.races_found for races in found)

@@ -63,14 +63,7 @@ def attend(case, interpret=None):
 @pytest.fixture
 def races(monkeypatch):
   """What the interpreter's race detector found in each kernel that ran."""
-  found, detector = [], interpret_pallas_call.RaceDetectionState
-
-  def recorded(**options):
-    found.append(detector(**options))
-    return found[-1]
-
-  monkeypatch.setattr(interpret_pallas_call, "RaceDetectionState", recorded)
-  return found
+  return comparing.recorded(monkeypatch, interpret_pallas_call, "RaceDetectionState")
 
 
 def reference(case):

@@ -175,9 +175,9 @@ def _backward(
     reverse=True,
     interpret=interpret,
   )
-  # With the very keys, discounted, that the states have, or queries' pulls and keys' would not cancel.
   keys = saved.keys
   assert keys is not None
+  # The very keys, discounted, that the states have, or queries' pulls and keys' would not cancel.
   (k_discounted,) = copies(x.keys.plain, [_discounted_keys(discounts)], after=dS.final, interpret=interpret)
   dnormaliser = -given.delta * inverse
   added = gram.gram(queries.q, queries.q, dnormaliser, *across.shape[1:], time_last=False, interpret=interpret)

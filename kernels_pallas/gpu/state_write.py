@@ -32,6 +32,7 @@ from kernels_pallas.gpu.tiles import (
   multiply,
   shared,
   varying_as,
+  wait_for_all,
   wait_if,
 )
 
@@ -191,12 +192,7 @@ def write(
 
       total = count * visits
       lax.fori_loop(0, jnp.int32(total), copy, None)
-
-      def settle(visited, none):  # leave no arrival unseen
-        plgpu.barrier_wait(freed.at[lax.rem(visited, jnp.int32(slots))])
-        return none
-
-      lax.fori_loop(max(0, total - slots), jnp.int32(total), settle, None)
+      wait_for_all(freed, total)
 
   scratch = [
     plgpu.SMEM((slots, owned, ROWS), x.dtype),
