@@ -206,9 +206,7 @@ def test_chunked_kernels_are_right_in_the_interpreter_and_race_free(case, chunk)
 FORWARD_ONLY = Case(T=260, B=1, H=1, groups=2, d=64, dv=64, dtype="bfloat16", entry="continued")
 
 
-@pytest.mark.parametrize(
-  "case", [dataclasses.replace(FORWARD_ONLY, T=100, groups=1, entry="prefill"), slow(FORWARD_ONLY)], ids=str
-)
+@pytest.mark.parametrize("case", [dataclasses.replace(FORWARD_ONLY, T=100, groups=1), slow(FORWARD_ONLY)], ids=str)
 @pytest.mark.usefixtures("no_races")
 def test_a_chunked_pass_without_gradients_is_right_in_the_interpreter(case):
   x, rest = inputs(case)
