@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 
 from csympow.features import feature_dim
-from kernels_pallas.gpu.tiles import BLOCK, STATE_WIDTH, TILE
+from kernels_pallas.gpu.tiles import BLOCK, STATE_WIDTH, TILE, attention_widths
 from kernels_pallas.tpu.pairs import block_size
 from kernels_pallas.tpu.shifts import LANES, largest_chunk
 
@@ -108,7 +108,11 @@ def platform() -> str:
 _KERNEL_FLOPS = 6.6e14
 _KERNEL_PASSES = 2
 _KERNEL_CHUNK = 1024
-_KERNEL_WITH_BACKWARD = {"attention": 4.4, "attention, wide": 6.4, "chunked": 3.15}  # of wide heads: two passes
+# Beyond p=2, where features lie in memory: tokens in a chunk, bytes of features at once, and their speed.
+_CHUNK_IN_TURN = 8192
+_EXPANDED = 2**30
+_EXPANDED_BANDWIDTH = 2.4e12
+_KERNEL_WITH_BACKWARD = {"attention": 4.4, "attention, wide": 6.4, "chunked": 3.15, "chunked, in turn": 3.95}
 # Of the kernels on TPU, which have been compiled and counted but never timed: 60 % of a v5e's peak.
 _TPU_KERNEL_FLOPS = 1.2e14
 _TPU_KERNEL_PASSES = 3
@@ -160,25 +164,34 @@ def _attention(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
 
 def _attention_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   del chunk_size  # blocks have a size of their own
-  kind, width = "attention", max(shape.head_dim, shape.value_dim)
-  if width > 64:  # then the narrower of keys and values is filled up
-    kind, shape = "attention, wide", dataclasses.replace(shape, head_dim=width, value_dim=width)
-  rest = (_KERNEL_FLOPS, _KERNEL_PASSES, _KERNEL_WITH_BACKWARD[kind])
-  return _attention_by_kernels(shape, device, _round_up(shape.time, BLOCK), TILE, *rest)
+  widths = attention_widths(shape.head_dim, shape.value_dim)
+  with_backward = _KERNEL_WITH_BACKWARD["attention" if max(widths) <= 64 else "attention, wide"]
+  rest = (_KERNEL_FLOPS, _KERNEL_PASSES, with_backward)
+  return _attention_by_kernels(shape, widths, device, _round_up(shape.time, BLOCK), TILE, *rest)
 
 
 def _attention_on_tpu(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   del chunk_size  # blocks have a size of their own
   block = block_size(shape.time)
   rest = (_TPU_KERNEL_FLOPS, _TPU_KERNEL_PASSES, _TPU_WITH_BACKWARD["attention"])
-  return _attention_by_kernels(shape, device, _round_up(shape.time, block), block, *rest)
+  widths = shape.head_dim, shape.value_dim
+  return _attention_by_kernels(shape, widths, device, _round_up(shape.time, block), block, *rest)
 
 
 def _attention_by_kernels(
-  shape: Shape, device: Device, length: int, block: int, rate: float, passes: int, with_backward: float
+  shape: Shape,
+  widths: tuple[int, int],
+  device: Device,
+  length: int,
+  block: int,
+  rate: float,
+  passes: int,
+  with_backward: float,
 ) -> Plan:
-  tile, (flops, _, _) = _tile(shape, length), _scores(shape, length, block)
-  traffic = passes * _inputs(shape, length)
+  """With heads filled up to `widths`, unless they are those of a state."""
+  filled_up = dataclasses.replace(shape, head_dim=widths[0], value_dim=widths[1])
+  tile, (flops, _, _) = _tile(shape, length), _scores(filled_up, length, block)
+  traffic = passes * _inputs(filled_up, length)
   seconds = flops / rate + traffic / device.bandwidth + 10 * device.latency
   if shape.needs_state:
     more_flops, more_traffic, steps = _state(shape, length, tile)
@@ -188,6 +201,26 @@ def _attention_by_kernels(
 
 
 def _chunked_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
+  plan = _chunked_squares if shape.power == 2 else _chunked_in_turn
+  return plan(shape, chunk_size, device)
+
+
+def _chunked_in_turn(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
+  """Attention inside chunks by kernels; states of features that lie in memory for a tile of tokens at a time."""
+  count = -(-shape.time // _CHUNK_IN_TURN)
+  chunk = _round_up(min(chunk_size or -(-shape.time // count), shape.time), BLOCK)
+  length = _round_up(shape.time, chunk)
+  inside = _attention_kernels(dataclasses.replace(shape, time=chunk, needs_state=False), None, device)
+  tile = BLOCK * _divisor(chunk // BLOCK, _EXPANDED // (2 * shape.batch * shape.query_heads * shape.features * BLOCK))
+  numbers = shape.batch * length * (shape.query_heads + shape.heads) * shape.features
+  state, expanded = 2 * numbers * (shape.value_dim + 8), 2 * numbers
+  flops, traffic = length // chunk * inside.flops + state, length // chunk * inside.bytes + 2 * expanded
+  seconds = length // chunk * inside.seconds + state / _KERNEL_FLOPS + 2 * expanded / _EXPANDED_BANDWIDTH
+  with_backward = _KERNEL_WITH_BACKWARD["chunked, in turn"]
+  return Plan("chunked", chunk, TILE, tile, flops, traffic, seconds, "pallas", with_backward)
+
+
+def _chunked_squares(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   """P = 2. States are products of all pairs of coordinates of heads of whole STATE_WIDTHs."""
   head_dim, value_dim = (_round_up(width, STATE_WIDTH) for width in (shape.head_dim, shape.value_dim))
   numbers = head_dim**2 * value_dim  # of a state

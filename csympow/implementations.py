@@ -10,10 +10,12 @@ from kernels_pallas.gpu import step
 from kernels_pallas.gpu.tiles import BLOCK, TILE
 from kernels_pallas.tpu.shifts import LANES, largest_chunk
 
-_WIDTHS = (32, 64, 128)
+_WIDTHS = (16, 32, 64, 128)
+_WIDTHS_IN_WORDS = "16, 32, 64 and 128"
 _TPU_WIDTHS = (64, 128)
 _DTYPES = ("bfloat16", "float16")
-_MOST_QUERIES, _MOST_FEATURES = 8, 65_536  # of a step: registers, and a table in memory
+_MOST_QUERIES = 8  # of a step, for which there are registers
+_MOST_FEATURES = 65_536  # of which a table is in memory, and of which states are not too many to be worth it
 _OTHER_GPU = "has kernels for NVIDIA Hopper GPUs (compute capability 9.0), and this is another"
 
 
@@ -57,12 +59,12 @@ def _why_no_step_kernel(shape: cost.Shape, device: str) -> str | None:
     return f"has a kernel for steps on NVIDIA Hopper GPUs, and this call is for a {device}"
   wide = (shape.head_dim, shape.value_dim)
   if not set(wide) <= set(_WIDTHS):
-    return f"has kernels for head dims d and dv of 32, 64 and 128, got d={wide[0]} and dv={wide[1]}"
+    return f"has kernels for head dims d and dv of {_WIDTHS_IN_WORDS}, got d={wide[0]} and dv={wide[1]}"
   if shape.query_heads > _MOST_QUERIES * shape.heads:
     group = shape.query_heads // shape.heads
     return f"has a kernel for steps of at most {_MOST_QUERIES} queries for each key, got {group}"
   if shape.features > _MOST_FEATURES or step.tiling(shape.features, shape.value_dim) is None:
-    fits = f"at most {_MOST_FEATURES:,} features, a multiple of 4"
+    fits = f"at most {_MOST_FEATURES:,} features, a multiple of {step.least_rows(wide[1])}"
     return f"has a kernel for steps with {fits}, got D={shape.features:,} (d={wide[0]}, power={shape.power})"
   return None if _hopper() else _OTHER_GPU
 
@@ -83,15 +85,16 @@ def _why_no_kernel(
     return _why_none_on_tpu(shape, form, chunk_size)
   wide = (shape.head_dim, shape.value_dim)
   if not set(wide) <= set(_WIDTHS):
-    return f"has kernels for head dims d and dv of 32, 64 and 128, got d={wide[0]} and dv={wide[1]}"
+    return f"has kernels for head dims d and dv of {_WIDTHS_IN_WORDS}, got d={wide[0]} and dv={wide[1]}"
   if form == "attention":
     if chunk_size not in (None, TILE):
       return f"has attention kernels with blocks of {TILE}, got chunk_size={chunk_size}"
-    if shape.needs_state and max(wide) > 64 and wide[0] != wide[1]:
-      return f"has kernels with a state for d = dv or both at most 64, got d={wide[0]} and dv={wide[1]}"
   else:
-    if shape.power != 2:
-      return f"has kernels for form='chunked' at power=2, got power={shape.power}"
+    if shape.power != 2 and split:
+      return f"has kernels over a split sequence at power=2, got power={shape.power}"
+    if shape.features > _MOST_FEATURES:
+      most = f"at most {_MOST_FEATURES:,} features"
+      return f"has kernels for form='chunked' with {most}, got D={shape.features:,} (d={wide[0]}, power={shape.power})"
     if chunk_size is not None and chunk_size % BLOCK:
       return f"has kernels for form='chunked' with a chunk_size of whole {BLOCK}s, got chunk_size={chunk_size}"
   return None if _hopper() else _OTHER_GPU

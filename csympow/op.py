@@ -378,10 +378,7 @@ def _attend(
   elif kernels and form == "chunked":
     y, memory = _chunked_by_kernels(tokens, x.memory, settings, q.dtype, return_state)
   elif kernels:
-    if settings.chip == "gpu":
-      tokens = _equally_wide(tokens)
     y, memory = fused.attend(tokens, x.memory, settings, q.dtype, return_state)
-    y = y[..., : v.shape[-1]]
   else:
     y, memory = chunked.attend(*tokens[:4], x.memory, settings, return_state)
   y = y[:, :time].reshape(batch, time, query_heads, -1).astype(q.dtype)
@@ -407,17 +404,11 @@ def _padded(x: _Prepared, size: int) -> near.Tokens:
 def _chunked_by_kernels(
   x: near.Tokens, memory: Memory | None, settings: Settings, dtype: DTypeLike, return_memory: bool
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
+  if settings.power != 2:
+    x = x if memory is not None else x._replace(q=_unit(x.q.astype(jnp.float32)))
+    return fused.attend_in_turn(x, memory, settings, dtype, return_memory)
   attend = carried.attend if settings.chip == "tpu" else fused_chunked.attend
   return attend(x, memory, settings, dtype, return_memory)
-
-
-def _equally_wide(x: near.Tokens) -> near.Tokens:
-  """Fills up the narrower of keys and values with zeros where the other is wider than a kernel's pass."""
-  wide = max(x.k.shape[-1], x.v.shape[-1])
-  if wide <= 64:
-    return x
-  q, k, v = (jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, wide - a.shape[-1]),)) for a in x[:3])
-  return near.Tokens(q, k, v, x.log_gate, rotating.padded(x.rotation, 0, wide))
 
 
 def _state(memory: Memory, phase: Float[Array, "B H r"], given: State | None) -> State:

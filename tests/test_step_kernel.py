@@ -12,7 +12,7 @@ import csympow
 from csympow import cost, implementations, op
 from csympow.features import feature_dim
 from csympow.forms import fused_step
-from kernels_pallas.gpu.step import tiling
+from kernels_pallas.gpu.step import least_rows, tiling
 from tests import comparing
 from tests.comparing import STATE, TIMED, Case, assert_close, assert_results_close, cotangents, inputs, with_gradients
 
@@ -49,7 +49,13 @@ INTERPRETED = [
   slow(Case(T=2, B=1, H=1, d=64, dv=64, dtype="bfloat16", gate="none", rotation="none")),
   *(
     slow(Case(T=2, B=1, H=1, **sizes, dtype="float16", rotation="fixed"))
-    for sizes in ({"d": 32, "dv": 128}, {"d": 128, "dv": 32}, {"d": 128, "dv": 128}, {"d": 64, "dv": 32})
+    for sizes in (
+      {"d": 32, "dv": 128},
+      {"d": 128, "dv": 32},
+      {"d": 128, "dv": 128},
+      {"d": 64, "dv": 32},
+      {"d": 16, "dv": 16},
+    )
   ),
 ]
 
@@ -194,12 +200,15 @@ def test_the_kernel_has_a_gradient():
   assert "mosaic_gpu" in lowered(both, shapes())
 
 
-@pytest.mark.parametrize("dv", [32, 64, 128])
-@pytest.mark.parametrize(("d", "power"), [(32, 2), (64, 2), (128, 2), (32, 4)])
+@pytest.mark.parametrize("dv", [16, 32, 64, 128])
+@pytest.mark.parametrize(("d", "power"), [(16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4)])
 def test_tiles_cover_all_features(d, power, dv):
   features = feature_dim(d, power)
   for group in range(1, 9):
     how = tiling(features, dv, group)
+    if features % least_rows(dv):
+      assert how is None
+      continue
     assert features % how.tile == 0
     assert how.rows * dv == 128 * how.vector
 
@@ -215,9 +224,10 @@ def refused(device="gpu", **changes):
 
 def test_what_the_kernel_cannot_do_is_refused_in_words():
   assert "kernel for steps on NVIDIA Hopper GPUs, and this call is for a tpu" in refused("tpu")
-  assert "d and dv of 32, 64 and 128, got d=48 and dv=64" in refused(head_dim=48)
+  assert "d and dv of 16, 32, 64 and 128, got d=48 and dv=64" in refused(head_dim=48)
   assert "at most 8 queries for each key, got 12" in refused(heads=1)
   assert "at most 65,536 features, a multiple of 4, got D=766,480 (d=64, power=4)" in refused(power=4)
+  assert "a multiple of 8, got D=3,876 (d=16, power=4)" in refused(head_dim=16, value_dim=16, power=4)
   fits = cost.Shape(1, 1, 12, 12, 64, 64, 2, needs_state=True)
   assert implementations.for_step(fits, None, "gpu") == "pallas"
   assert implementations.for_step(fits, "xla", "gpu") == "xla"
@@ -258,7 +268,7 @@ def test_hundreds_of_steps_are_right_on_the_chip(batch, groups, dtype):
 
 
 @gpu
-@pytest.mark.parametrize("sizes", [(32, 32), (32, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 64), (32, 32), (32, 128), (128, 64), (128, 128)])
 def test_other_widths_are_right_on_the_chip(sizes):
   case = Case(T=20, B=3, H=2, d=sizes[0], dv=sizes[1], gate="resets", dtype="float32", entry="continued")
   x, rest = inputs(case)

@@ -1,4 +1,4 @@
-"""The attention form by Pallas kernels: the same function as `chunked.attend` with one chunk.
+"""The attention form by Pallas kernels: the same function as `chunked.attend` with one chunk, or one after another.
 
 The part that a state plays is XLA's.
 """
@@ -8,18 +8,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from csympow import gates
-from csympow.forms import anchors, near, near_tpu, rotating
+from csympow.forms import anchors, expanded, near, near_tpu, rotating
+from csympow.forms import memory as by_xla
 from csympow.forms.chunked import Sequence, inputs_of, normalised_backward
-from csympow.forms.memory import Memory, Written, discounted, empty, inner, read, read_backward, write, write_backward
-from csympow.forms.spans import Inputs, Settings, Sums, for_each, heads_first, over_normaliser, time_first
+from csympow.forms.memory import Memory, Written, discounted, empty, inner
+from csympow.forms.spans import Inputs, Settings, Sums, for_each, heads_first, in_spans, over_normaliser, time_first
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import attention_forward
 
 _KERNELS: dict[str, Any] = {"gpu": near, "tpu": near_tpu}
+_STATES: dict[bool, Any] = {False: by_xla, True: expanded}  # by whether a kernel expands features
 
 
 class _Saved(NamedTuple):
@@ -33,7 +36,6 @@ class _Saved(NamedTuple):
   y: attention_forward.Outputs
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def attend(
   x: near.Tokens,
   memory: Memory | None,
@@ -42,7 +44,48 @@ def attend(
   return_memory: bool,
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
   """`chunked.attend` with y in `dtype`; T is whole blocks, as the chip's kernels have them."""
+  value_dim = x.v.shape[-1]
+  if memory is None and not return_memory:  # a state must not be one of wider heads
+    x = _as_wide_as_kernels(x, settings)
+  y, memory = _attend(x, memory, settings, dtype, return_memory)
+  return y[..., :value_dim], memory
+
+
+def attend_in_turn(
+  x: near.Tokens,
+  memory: Memory | None,
+  settings: Settings,
+  dtype: DTypeLike,
+  return_memory: bool,
+) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
+  """The chunked form at any power: chunk after chunk, each from the state that those before it left.
+
+  Queries are of unit length. T is whole chunks.
+  """
+  count, settings = x.k.shape[1] // settings.chunk, settings._replace(expand=True)
+
+  def advance(memory: Memory, x: near.Tokens) -> tuple[Memory, Float[Array, "B t H g dv"]]:
+    y, after = attend(x, memory, settings, dtype, return_memory=True)
+    assert after is not None
+    return after, y
+
+  q, k, v, log_gate = (in_spans(a, count) for a in x[:4])
+  chunks = near.Tokens(q, k, v, log_gate, rotating.by_spans(x.rotation, count))
+  initial = empty(x.k.astype(jnp.float32), x.v, settings.power) if memory is None else memory
+  final, y = lax.scan(advance, initial, chunks)
+  y = jnp.moveaxis(y, 0, 1)
+  return y.reshape(y.shape[0], -1, *y.shape[3:]), final if return_memory else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _attend(
+  x: near.Tokens, memory: Memory | None, settings: Settings, dtype: DTypeLike, return_memory: bool
+) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
   return _forward(x, memory, settings, dtype, return_memory, save=False)[0]
+
+
+def _as_wide_as_kernels(x: near.Tokens, settings: Settings) -> near.Tokens:
+  return near.as_wide_as_kernels(x) if settings.chip == "gpu" else x
 
 
 def _forward(
@@ -54,9 +97,9 @@ def _forward(
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved]:
   q, k, v, log_gate, rotation = tokens
-  kernels = _KERNELS[settings.chip]
+  kernels, value_dim = _KERNELS[settings.chip], v.shape[-1]
   G = kernels.running(log_gate, settings)
-  x = kernels.operands(tokens, G, settings)
+  x = kernels.operands(_as_wide_as_kernels(tokens, settings), G, settings)
   stateful = memory is not None or return_memory
   high, low, normaliser = kernels.forward(
     x,
@@ -65,17 +108,19 @@ def _forward(
     save_low=save and not stateful,
     interpret=settings.interpret,
   )
-  shape = (*q.shape[:-1], v.shape[-1])
+  high = high[..., :value_dim]
+  shape = (*q.shape[:-1], value_dim)
   if not stateful:
     return (high.reshape(shape), None), _Saved(
       None, x, rotation, None, None, attention_forward.Outputs(high, low, normaliser)
     )
 
+  states = _STATES[settings.expand]
   q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
   sequence = Sequence(*rotating.rotated(q, k, rotation), v, G)
   inputs, decay = _span(sequence)
   if memory is not None:
-    carried = read(memory, inputs.q, settings)
+    carried = states.read(memory, inputs.q, settings)
     weight = _in_full(normaliser, x, settings.power)
     sums = Sums(heads_first(high.reshape(shape)) * weight, weight)
     sums = for_each(lambda near, far: near + decay.since_start[:, :, None] * far, sums, carried)
@@ -85,7 +130,7 @@ def _forward(
   if return_memory:
     initial = empty(k, v, settings.power) if memory is None else memory
     written = Written(inputs.k, inputs.v, decay.until_end)
-    final = write(discounted(initial, decay.log_across), written, settings)
+    final = states.write(discounted(initial, decay.log_across), written, settings)
   y = attention_forward.Outputs(high, None, normaliser)
   return (high.reshape(shape).astype(dtype), final), _Saved(sequence, x, rotation, memory, final, y)
 
@@ -108,15 +153,17 @@ def _backward(
     drotation = _by_turns(rotation, jnp.add(*pulls.turns), pulls.total)
     return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), None
 
-  dq, dk = kernels.unscaled(x, inside.q, inside.k, power)
-  pulls = kernels.pulls(x, inside.q, inside.k, rotation, power)
-  dturns = jnp.add(*pulls.turns)
+  states = _STATES[settings.expand]
+  head_dim, dv = saved.sequence.k.shape[-1], dv[..., : dy.shape[-1]]
+  dq, dk = (dx[..., :head_dim] for dx in kernels.unscaled(x, inside.q, inside.k, power))
+  pulls = kernels.pulls(x, inside.q, inside.k, None, power)
+  dturns = jnp.add(*pulls.turns)[..., : head_dim // 2]
   inputs, decay = _span(saved.sequence)
   nothing = jnp.zeros_like(dq[:, 0, :, 0, 0])
   first, last, q_far, k_far, dmemory = nothing, nothing, jnp.zeros_like(inputs.q), jnp.zeros_like(inputs.k), None
   if dfinal is not None and saved.final is not None:
     last = inner(dfinal, saved.final)
-    k_far, v_far = write_backward(dfinal, Written(inputs.k, inputs.v, decay.until_end), settings)
+    k_far, v_far = states.write_backward(dfinal, Written(inputs.k, inputs.v, decay.until_end), settings)
     dv = dv + time_first(v_far)
     dmemory = discounted(dfinal, decay.log_across)
   if saved.memory is not None:
@@ -124,7 +171,7 @@ def _backward(
     denominator = time_first(_in_full(saved.y.normaliser, x, power))
     dsums = normalised_backward(dy.astype(jnp.float32), saved.y.high.reshape(dy.shape), denominator)
     dsums = for_each(lambda x: heads_first(x) * decay.since_start[:, :, None], dsums)
-    dmemory, q_far = read_backward(saved.memory, inputs.q, dsums, dmemory, settings)
+    dmemory, q_far = states.read_backward(saved.memory, inputs.q, dsums, dmemory, settings)
     first = inner(dmemory, saved.memory)
   q, k, dq_far, dk_far = saved.sequence.q, saved.sequence.k, time_first(q_far), time_first(k_far)
   by_query = pulls.G[0] + jnp.sum(q * dq_far, axis=(-2, -1)) / power  # Euler, as in the kernels' part
@@ -141,7 +188,7 @@ def _backward(
   return near.before_rotation(dtokens, rotation, dtypes), None if saved.memory is None else dmemory
 
 
-attend.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
 
 
 def _by_turns(

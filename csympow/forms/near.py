@@ -13,13 +13,13 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float16, Int
 
-from csympow.forms.rotating import Rotation, angles, torque, turning, unrotated
+from csympow.forms.rotating import Rotation, angles, padded, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total, TotalsKernel, prefix_sum
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.running import totals
-from kernels_pallas.gpu.tiles import TILE
+from kernels_pallas.gpu.tiles import TILE, attention_widths
 from kernels_pallas.weights import LEAST, LOG2E, MOST, SMALLEST
 
 FLOAT16, BFLOAT16 = (5, 10), (8, 7)  # bits of exponent and mantissa
@@ -35,6 +35,18 @@ class Tokens(NamedTuple):
   v: Float[Array, "B T H dv"]
   log_gate: Float[Array, "B T H"]
   rotation: Rotation | None
+
+
+def as_wide_as_kernels(x: Tokens) -> Tokens:
+  """Filled up with zeros to heads that the attention kernels have."""
+  head_dim, value_dim = attention_widths(x.k.shape[-1], x.v.shape[-1])
+  q, k, v = (filled_up(a, width) for a, width in zip(x[:3], (head_dim, head_dim, value_dim), strict=True))
+  return Tokens(q, k, v, x.log_gate, padded(x.rotation, 0, head_dim))
+
+
+def filled_up(x: Float[Array, "*lead d"], width: int) -> Float[Array, "*lead width"]:
+  """Vectors with zeros after them."""
+  return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))
 
 
 class Spans(NamedTuple):
@@ -230,7 +242,7 @@ def backward(
   rows = attention_backward.Rows(
     q=x.q,
     rounded=rounded(x.q, BFLOAT16).astype(jnp.bfloat16) if rounded_q is None else rounded_q,
-    dy=given.dy,
+    dy=filled_up(given.dy, x.v.shape[-1]),
     exponent=gate + jnp.log2(given.inverse),
     discounted=given.inverse * jnp.exp2(gate),
     delta=given.delta,

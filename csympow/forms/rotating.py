@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from csympow.forms.spans import by_head, for_each
+from csympow.forms.spans import by_head, for_each, in_spans
 from csympow.prefix import Total, add
 from csympow.rotation import Phases, halves, product_modulo_one, rotate
 from kernels_pallas.gpu.angles import Angles
@@ -45,6 +45,22 @@ def padded(rotation: Rotation | None, more: int, width: int) -> Rotation | None:
       run=None if run is None else jnp.pad(run, tokens),
     ),
   )
+
+
+def by_spans(rotation: Rotation | None, count: int) -> Rotation | None:
+  """Those of as many equal spans of time, stacked along a new first axis."""
+  if rotation is None:
+    return None
+
+  def cut(tree: Any) -> Any:
+    return for_each(lambda x: in_spans(x, count), tree)
+
+  def same(tree: Any) -> Any:
+    return for_each(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree)
+
+  turns, total, rates, phases = rotation
+  spans = Phases(cut(phases.total), same(phases.cycles), same(phases.start), cut(phases.run))
+  return Rotation(cut(turns), cut(total), same(rates), spans)
 
 
 def rotated(

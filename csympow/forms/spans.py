@@ -33,6 +33,7 @@ class Settings(NamedTuple):
   tile: int  # tokens whose features are expanded at once
   precision: str | None  # of matrix products, as jax.lax.Precision names it; None for the caller's default
   chip: str = "gpu"  # whose kernels, if any
+  expand: bool = False  # whether features are expanded by a kernel, where the form itself is of kernels
   interpret: Any = None  # how to run kernels where there is no chip for them, as Pallas takes it
 
 
@@ -51,6 +52,11 @@ def for_each(function: Callable[..., Array], *trees: Any) -> Any:
 def by_head(x: Array) -> Array:
   """From B T H, or B n t H, to B H T."""
   return jnp.moveaxis(x.reshape(x.shape[0], -1, x.shape[-1]), 1, 2)
+
+
+def in_spans(x: Array, count: int) -> Array:
+  """From B T ... to n B t ...: as many equal spans of time."""
+  return jnp.moveaxis(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0)
 
 
 def heads_first(x: Float[Array, "B T H *g d"]) -> Float[Array, "B H *g T d"]:

@@ -23,8 +23,8 @@ from kernels_pallas.gpu.in_place import kernel_in_place
 from kernels_pallas.gpu.tiles import MULTIPROCESSORS
 
 _WARPS, _LANES = 4, 32
-_MOST_REGISTERS = 80  # of a thread, for its part of a tile of the state and of what queries take from it
-_MOST_BYTES = 80 * 1024  # of the state in a block's shared memory
+_MOST_REGISTERS = 40  # of a thread, for its part of a tile of the state and of what queries take from it
+_MOST_BYTES = 40 * 1024  # of the state in a block's shared memory, so that five blocks fit
 _BLOCKS = 8 * MULTIPROCESSORS  # enough to keep all busy to the end
 SLICES = 32  # of a head, whose sums are few enough to be added by a program that does something else as well
 _SMALLEST_NORMAL = 2.0**-126
@@ -64,6 +64,11 @@ class _Tiling(NamedTuple):
   @property
   def tile(self) -> int:
     return self.rows * self.repeats
+
+
+def least_rows(value_dim: int) -> int:
+  """What features must be a multiple of: rows that all warps hold at once, with a number of one to each lane."""
+  return _WARPS * _LANES // min(value_dim, _LANES)
 
 
 def tiling(features: int, value_dim: int, group: int = 1) -> _Tiling | None:

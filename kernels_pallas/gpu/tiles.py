@@ -27,6 +27,12 @@ REGISTERS, LOADING_REGISTERS = {2: 232, 3: 160, 4: 112}, 32
 WGMMA = plgpu.Layout.WGMMA
 
 
+def attention_widths(head_dim: int, value_dim: int) -> tuple[int, int]:
+  """What heads are filled up to for the attention kernels: 32 at least, and one width if one is beyond 64."""
+  widths = max(32, head_dim), max(32, value_dim)
+  return widths if max(widths) <= 64 else (max(widths), max(widths))
+
+
 def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> Any:
   """Shared memory for matrices that wgmma and TMA both read: rows in tiles of 8, swizzled.
 
