@@ -129,13 +129,14 @@ def _carried_over(start: Float[Array, "#B #H r"], turned: Total) -> Float[Array,
 
 
 def _hashed(units: Float[Array, "B H r"]) -> Float[Array, "B H r"]:
-  """Numbers in [0, 1) that differ from pair to pair and change when a pair's own phase does or that of its opposite.
+  """Numbers in [0, 1) that differ from pair to pair and change when a pair's own phase does, the first's or the last's.
 
-  Rates fall: pairs that turn less than a unit of the grid at a time are among the last, and the first ones turn more.
-  (A sum over all pairs would be one more launch of every step.)
+  One of those two turns by more than a unit of the grid where any pair does, unless it turns by whole turns: then the
+  other does not. (A sum over all pairs would be one more launch of every step.)
   """
   own, place = units.astype(jnp.uint32), jnp.arange(units.shape[-1], dtype=jnp.uint32)
-  bits = own + own[..., ::-1] * np.uint32(0xC2B2AE35) + place * np.uint32(0x9E3779B9)
+  ends = own[..., :1] * np.uint32(0xC2B2AE35) + own[..., -1:] * np.uint32(0x27D4EB2F)
+  bits = own + ends + place * np.uint32(0x9E3779B9)
   for factor in (0x7FEB352D, 0x846CA68B):
     bits = (bits ^ (bits >> 16)) * np.uint32(factor)
   return (bits >> 8).astype(jnp.float32) / _GRID

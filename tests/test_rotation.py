@@ -86,7 +86,8 @@ def betas(kind, T, H=2):
   beta = {
     "random": rng.uniform(0, 2, (1, T, H)).astype(np.float32),
     "constant": np.full((1, T, H), 1.3, np.float32),
-    "slow": np.full((1, T, H), 3e-5, np.float32),  # by which the last pair turns an eighth of a phase's last bit
+    # By which few pairs, or one, turn by more than a phase's last bit.
+    "slow": np.broadcast_to(np.float32([3e-5, 1e-5, 3e-6, 1e-6, 1e-7])[:H], (1, T, H)),
     "fixed": np.ones((1, T, H), np.float32),
   }[kind]
   return None if kind == "fixed" else jnp.asarray(beta), beta.astype(np.float64)
@@ -132,7 +133,7 @@ def test_angles_are_right_at_every_position_of_a_long_sequence(form):
 
 @pytest.mark.parametrize("kind", ["random", "constant", "slow", "fixed"])
 def test_decoding_65536_tokens_keeps_the_phase(kind):
-  T, H = 65_536, 1
+  T, H = 65_536, 5
   theta = csympow.rotary_rates(D, N)
   beta, exact = betas(kind, T, H)
 
