@@ -108,8 +108,8 @@ def platform() -> str:
 _KERNEL_FLOPS = 6.6e14
 _KERNEL_PASSES = 2
 _KERNEL_CHUNK = 1024
-# Beyond p=2, where features lie in memory: tokens in a chunk, bytes of features at once, and their speed.
-_CHUNK_IN_TURN = 8192
+# Beyond p=2, where features lie in memory: tokens in a chunk for as many features, bytes at once, and their speed.
+_CHUNK_IN_TURN, _FEATURES_IN_TURN = 8192, 4096
 _EXPANDED = 2**30
 _EXPANDED_BANDWIDTH = 2.4e12
 _KERNEL_WITH_BACKWARD = {"attention": 4.4, "attention, wide": 6.4, "chunked": 3.15, "chunked, in turn": 3.95}
@@ -188,7 +188,7 @@ def _attention_by_kernels(
   passes: int,
   with_backward: float,
 ) -> Plan:
-  """With heads filled up to `widths`, unless they are those of a state."""
+  """Scores are of heads that are filled up to `widths`, states of heads as they are."""
   filled_up = dataclasses.replace(shape, head_dim=widths[0], value_dim=widths[1])
   tile, (flops, _, _) = _tile(shape, length), _scores(filled_up, length, block)
   traffic = passes * _inputs(filled_up, length)
@@ -207,17 +207,25 @@ def _chunked_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Pl
 
 def _chunked_in_turn(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   """Attention inside chunks by kernels; states of features that lie in memory for a tile of tokens at a time."""
-  count = -(-shape.time // _CHUNK_IN_TURN)
-  chunk = _round_up(min(chunk_size or -(-shape.time // count), shape.time), BLOCK)
-  length = _round_up(shape.time, chunk)
+  longer = max(1, shape.features // _FEATURES_IN_TURN)  # the larger a state, the longer it must last
+  chunks = -(-shape.time // (longer * _CHUNK_IN_TURN))
+  chunk = _round_up(min(chunk_size or -(-shape.time // chunks), shape.time), BLOCK)
+  chunks = -(-shape.time // chunk)
   inside = _attention_kernels(dataclasses.replace(shape, time=chunk, needs_state=False), None, device)
-  tile = BLOCK * _divisor(chunk // BLOCK, _EXPANDED // (2 * shape.batch * shape.query_heads * shape.features * BLOCK))
-  numbers = shape.batch * length * (shape.query_heads + shape.heads) * shape.features
-  state, expanded = 2 * numbers * (shape.value_dim + 8), 2 * numbers
-  flops, traffic = length // chunk * inside.flops + state, length // chunk * inside.bytes + 2 * expanded
-  seconds = length // chunk * inside.seconds + state / _KERNEL_FLOPS + 2 * expanded / _EXPANDED_BANDWIDTH
+  tile = BLOCK * _divisor(chunk // BLOCK, _EXPANDED // expanded_bytes(shape, BLOCK))
+  expanded = chunks * expanded_bytes(shape, chunk) * (shape.query_heads + shape.heads) // shape.query_heads
+  state = 3 * expanded // 4 * 2 * (shape.value_dim + 8)  # 4 bytes of a feature, and three products
+  states = chunks * (chunk // tile) * 6 * shape.state_bytes
+  flops, traffic = chunks * inside.flops + state, chunks * inside.bytes + 2 * expanded + states
+  steps = chunks * (20 + 20 * chunk // tile)
+  seconds = chunks * inside.seconds + state / _KERNEL_FLOPS + (2 * expanded + states) / _EXPANDED_BANDWIDTH
   with_backward = _KERNEL_WITH_BACKWARD["chunked, in turn"]
-  return Plan("chunked", chunk, TILE, tile, flops, traffic, seconds, "pallas", with_backward)
+  return Plan("chunked", chunk, TILE, tile, flops, traffic, seconds + steps * device.latency, "pallas", with_backward)
+
+
+def expanded_bytes(shape: Shape, tokens: int) -> int:
+  """Of the features of so many queries of every row."""
+  return 4 * shape.batch * shape.query_heads * shape.features * tokens
 
 
 def _chunked_squares(shape: Shape, chunk_size: int | None, device: Device) -> Plan:

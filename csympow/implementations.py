@@ -11,11 +11,12 @@ from kernels_pallas.gpu.tiles import BLOCK, TILE
 from kernels_pallas.tpu.shifts import LANES, largest_chunk
 
 _WIDTHS = (16, 32, 64, 128)
-_WIDTHS_IN_WORDS = "16, 32, 64 and 128"
+_WIDTHS_IN_WORDS = f"{', '.join(map(str, _WIDTHS[:-1]))} and {_WIDTHS[-1]}"
 _TPU_WIDTHS = (64, 128)
 _DTYPES = ("bfloat16", "float16")
 _MOST_QUERIES = 8  # of a step, for which there are registers
 _MOST_FEATURES = 65_536  # of which a table is in memory, and of which states are not too many to be worth it
+_MOST_BYTES = 4 * 2**30  # of features that lie in memory, in the chunked form beyond power 2
 _OTHER_GPU = "has kernels for NVIDIA Hopper GPUs (compute capability 9.0), and this is another"
 
 
@@ -60,10 +61,10 @@ def _why_no_step_kernel(shape: cost.Shape, device: str) -> str | None:
   wide = (shape.head_dim, shape.value_dim)
   if not set(wide) <= set(_WIDTHS):
     return f"has kernels for head dims d and dv of {_WIDTHS_IN_WORDS}, got d={wide[0]} and dv={wide[1]}"
-  if shape.query_heads > _MOST_QUERIES * shape.heads:
-    group = shape.query_heads // shape.heads
+  group = shape.query_heads // shape.heads
+  if group > _MOST_QUERIES:
     return f"has a kernel for steps of at most {_MOST_QUERIES} queries for each key, got {group}"
-  if shape.features > _MOST_FEATURES or step.tiling(shape.features, shape.value_dim) is None:
+  if shape.features > _MOST_FEATURES or not step.tiling(shape.features, shape.value_dim, group):
     fits = f"at most {_MOST_FEATURES:,} features, a multiple of {step.least_rows(wide[1])}"
     return f"has a kernel for steps with {fits}, got D={shape.features:,} (d={wide[0]}, power={shape.power})"
   return None if _hopper() else _OTHER_GPU
@@ -95,6 +96,9 @@ def _why_no_kernel(
     if shape.features > _MOST_FEATURES:
       most = f"at most {_MOST_FEATURES:,} features"
       return f"has kernels for form='chunked' with {most}, got D={shape.features:,} (d={wide[0]}, power={shape.power})"
+    if shape.power != 2 and (least := cost.expanded_bytes(shape, BLOCK)) > _MOST_BYTES:
+      most = f"features of {BLOCK} tokens in at most {_MOST_BYTES >> 30} GiB"
+      return f"has kernels for form='chunked' at power={shape.power} with {most}, got {least / 2**30:.1f} GiB"
     if chunk_size is not None and chunk_size % BLOCK:
       return f"has kernels for form='chunked' with a chunk_size of whole {BLOCK}s, got chunk_size={chunk_size}"
   return None if _hopper() else _OTHER_GPU

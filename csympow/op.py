@@ -14,7 +14,7 @@ from csympow import cost, implementations, rotation, validation
 from csympow.checks import validated
 from csympow.cost import Explanation, Implementation
 from csympow.features import feature_dim
-from csympow.forms import carried, chunked, fused, fused_chunked, fused_step, near, recurrent, rotating
+from csympow.forms import carried, chunked, fused, fused_chunked, fused_step, in_turn, near, recurrent, rotating
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.gates import effective_log_gate
@@ -406,7 +406,7 @@ def _chunked_by_kernels(
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
   if settings.power != 2:
     x = x if memory is not None else x._replace(q=_unit(x.q.astype(jnp.float32)))
-    return fused.attend_in_turn(x, memory, settings, dtype, return_memory)
+    return in_turn.attend(x, memory, settings, dtype, return_memory)
   attend = carried.attend if settings.chip == "tpu" else fused_chunked.attend
   return attend(x, memory, settings, dtype, return_memory)
 

@@ -8,15 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import csympow
 from csympow import cost, op
 from csympow.features import feature_dim
 from csympow.forms import chunked, expanded, fused, memory, rotating
 from csympow.forms.spans import Settings, Sums
+from csympow.rotation import factors
 from kernels_pallas.gpu.expand import Table, _parts, _products_of_others
-from kernels_pallas.gpu.tiles import BLOCK, TILE
+from kernels_pallas.gpu.tiles import BLOCK, ROWS, TILE
 from tests import comparing
 from tests.comparing import Case, assert_close, assert_results_close, cotangents, inputs
 from tests.test_kernels import ATTENTION, TOLERANCE, assert_lowers, attend, gradients, reference
+from tests.test_numerics import nearly_orthogonal
 
 gpu = pytest.mark.gpu
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -45,17 +48,7 @@ def test_a_state_by_features_in_memory_is_the_state(d, power, T, group):
 
   found, exact = (jax.tree_util.tree_leaves_with_path(results(states)) for states in (expanded, memory))
   for (path, x), (_, y) in zip(found, exact, strict=True):
-    assert_close(x, y, 4e-3, jax.tree_util.keystr(path))
-
-
-def test_a_normaliser_has_more_bits_than_16():
-  nothing, z, Z = jnp.zeros((1, 1, 1, 1, 8)), 1 + 2.0**-12, 1 + 2.0**-10
-  tokens = expanded._tokens(nothing, jnp.full((1, 1, 1, 1, 1), z))
-  whole = memory.Memory(jnp.zeros((1, 1, 35, 8)), jnp.full((1, 1, 35, 1), Z))
-  state = expanded._state(whole, jnp.zeros((1, 1, 1, BLOCK, 4)), Settings(4, BLOCK, TILE, BLOCK, "highest"))
-  product = np.asarray(tokens, np.float64)[0, 0, 0] @ np.asarray(state, np.float64)[0, 0].T
-  np.testing.assert_allclose(product[0, :35], z * Z, rtol=2.0**-20)
-  assert not np.any(product[0, 35:])
+    assert_close(x, y, 1e-5, jax.tree_util.keystr(path))
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 6])
@@ -73,12 +66,30 @@ def test_parts_have_all_features(d, power, tokens):
   assert D <= features < D + parts * 32
 
 
-@pytest.mark.parametrize("entry", [slow("attention"), "continued"])
-def test_chunks_in_turn_are_the_whole(monkeypatch, entry):
+def test_spans_of_a_rotation_turn_as_the_whole_does():
+  random = np.random.default_rng(0)
+  beta = jnp.asarray(random.uniform(size=(2, 4 * ROWS, 3)), jnp.float32)
+  starts, initial = jnp.zeros((2, 4 * ROWS), bool).at[0, 100].set(True), jnp.asarray(random.uniform(size=(2, 3, 4)))
+  phases = factors(beta, csympow.rotary_rates(8, 1000), beta.shape, starts=starts, initial=initial.astype(jnp.float32))
+  rotation = rotating.Rotation(beta[..., None], beta, jnp.ones(4), phases)
+  whole, spans = rotating.angles(rotation), rotating.by_spans(rotation, 2)
+  for n in range(2):
+    found = rotating.angles(jax.tree.map(lambda x, n=n: x[n], spans))
+    tiles, tokens = slice(2 * n, 2 * n + 2), slice(2 * ROWS * n, 2 * ROWS * (n + 1))
+    np.testing.assert_array_equal(found.first, whole.first[:, :, tiles])
+    np.testing.assert_array_equal(found.since, whole.since[..., tokens])
+    np.testing.assert_array_equal(found.same, whole.same[..., tokens])
+    np.testing.assert_array_equal(found.cycles, whole.cycles)
+
+
+@pytest.mark.parametrize(("entry", "length"), [("attention", 1e12), slow("prefill", 1e-3), ("continued", 1.0)])
+def test_chunks_in_turn_are_the_whole(monkeypatch, entry, length):
   """With XLA's form in the kernels' place, so that there is no rounding to hide in."""
+  settings_seen = set()
 
   def exact(x, memory, settings, dtype, return_memory):
     del dtype
+    settings_seen.add(settings.states)
     turns, total, rates, _ = x.rotation
     turns += (total - jax.lax.stop_gradient(total))[..., None] * rates / (2 * jnp.pi)  # kernels have that gradient
     q, k = rotating.rotated(x.q, x.k, x.rotation._replace(turns=turns))
@@ -87,9 +98,13 @@ def test_chunks_in_turn_are_the_whole(monkeypatch, entry):
   monkeypatch.setattr(fused, "attend", exact)
   case = Case(T=70, B=2, H=2, groups=2, d=4, dv=4, power=4, segments="padded", entry=entry)
   x, rest = inputs(case)
-  run = comparing.by_kernels(case, "chunked", Settings(4, 20, 20, 20, "highest"))
+  x |= {"k": length * x["k"], "q": x["q"] / length}
+  run, weights = comparing.by_kernels(case, "chunked", Settings(4, 20, 20, 20, "highest")), cotangents(case)
   call = comparing.quick_jit(lambda x, w: comparing.with_gradients(lambda x: run(x, rest), x, w))
-  assert_results_close(jax.tree.map(np.asarray, call(x, cotangents(case))), reference(case), 1e-4)
+  exact_results = comparing.quadratic_results if entry == "attention" else comparing.reference_results
+  results, expected = call(x, weights), exact_results(x, rest, weights, power=4)
+  assert_results_close(jax.tree.map(np.asarray, results), expected, 1e-4)
+  assert settings_seen == {"expanded"}
 
 
 @pytest.mark.slow
@@ -103,7 +118,7 @@ def test_chunks_in_turn_are_the_whole(monkeypatch, entry):
 )
 @pytest.mark.usefixtures("no_races")
 def test_chunks_in_turn_are_right_in_the_interpreter_and_race_free(monkeypatch, case):
-  monkeypatch.setitem(fused._STATES, True, memory)  # to interpret thousands of features would take hours
+  monkeypatch.setitem(fused._STATES, "expanded", memory)  # to interpret thousands of features would take hours
   x, rest = inputs(case)
   run = attend(case, plgpu.InterpretGPUParams(detect_races=True), BLOCK)
   results = comparing.with_gradients(lambda x: run(x, rest), x, cotangents(case))
@@ -130,14 +145,18 @@ WITH_STATE = [
   Case(T=300, B=1, H=1, d=16, dv=16, power=4, dtype="bfloat16", entry="prefill"),
   Case(T=300, B=1, H=1, groups=2, d=16, dv=16, power=4, gate="resets", segments="padded", dtype="bfloat16"),
 ]
-WIDER = Case(T=600, B=1, H=1, d=32, dv=32, power=4, dtype="bfloat16", entry="attention")
+OTHERS = [
+  Case(T=513, B=2, H=1, groups=2, d=16, dv=32, power=4, gate="resets", segments="padded", dtype="float16"),
+  Case(T=600, B=1, H=1, d=32, dv=32, power=4, dtype="bfloat16", entry="attention"),
+  Case(T=300, B=1, H=1, d=16, dv=16, power=6, dtype="bfloat16", entry="attention"),
+]
 
 
 @gpu
-@pytest.mark.parametrize("case", [*ON_THE_CHIP, *WITH_STATE, WIDER], ids=str)
+@pytest.mark.parametrize("case", [*ON_THE_CHIP, *WITH_STATE, *OTHERS], ids=str)
 def test_chunks_in_turn_are_right_on_the_chip(case):
   x, rest = inputs(case)
-  options = {"entry": case.entry, "power": 4, "form": "chunked", "chunk_size": 256, "implementation": "pallas"}
+  options = {"entry": case.entry, "power": case.power, "form": "chunked", "chunk_size": 256, "implementation": "pallas"}
   run = jax.jit(lambda x, w: comparing.with_gradients(lambda x: comparing.call(x, rest, **options), x, w))
   results, expected = run(x, cotangents(case)), reference(case)
   # A rotation's gradient is the rest of sums that cancel.
@@ -146,15 +165,45 @@ def test_chunks_in_turn_are_right_on_the_chip(case):
   assert_results_close(turned, {name: expected[name] for name in turned}, 8e-3)
 
 
-def test_chunks_in_turn_are_taken_where_they_are_faster():
-  def explained(T, **sizes):
-    shape = cost.Shape(
-      **({"batch": 1, "query_heads": 12, "heads": 12, "value_dim": 64} | sizes), time=T, needs_state=False
-    )
-    return op._explained(shape, "bfloat16", "auto", None, None, "gpu")
+@gpu
+@pytest.mark.parametrize("cosine", [0.3, 0.1])
+def test_queries_nearly_orthogonal_to_all_keys_are_right_on_the_chip(cosine):
+  x = nearly_orthogonal(cosine, T=1024, d=16, dtype="bfloat16")
+  options = {"power": 4, "form": "chunked", "chunk_size": 256, "implementation": "pallas"}
+  y = jax.jit(lambda x: csympow.attention(**x, **options))(x)
+  assert_close(y, comparing.quadratic_results(x, {}, {"y": np.zeros(y.shape)}, power=4)["y"], 5e-3, "y")
 
-  assert explained(32_768, head_dim=16, power=4).form == "attention"
-  long = explained(262_144, head_dim=16, power=4)
-  assert (long.form, long.implementation) == ("chunked", "pallas")
-  assert explained(262_144, head_dim=32, power=4).form == "attention"
-  assert explained(2**22, head_dim=32, power=4).form == "chunked"
+
+def shape(T, **sizes):
+  sizes = {"batch": 1, "query_heads": 12, "heads": 12, "head_dim": 16, "value_dim": 64, "power": 4} | sizes
+  return cost.Shape(**sizes, time=T, needs_state=False)
+
+
+def test_chunks_in_turn_are_taken_where_they_are_faster():
+  def taken(T, **sizes):
+    found = op._explained(shape(T, **sizes), "bfloat16", "auto", None, None, "gpu")
+    return found.form, found.implementation
+
+  assert taken(32_768) == ("attention", "pallas")
+  assert taken(2**20) == ("chunked", "pallas")
+  assert taken(262_144, head_dim=32) == ("attention", "pallas")
+  assert taken(2**23, head_dim=32) == ("chunked", "pallas")
+
+
+@pytest.mark.parametrize("chunk_size", [None, 512])
+@pytest.mark.parametrize("sizes", [{}, {"batch": 9}, {"head_dim": 32}, {"power": 6}, {"query_heads": 36}], ids=str)
+@pytest.mark.parametrize("T", [1, 300, 8192, 100_000])
+def test_chunks_are_whole_tiles_and_tiles_whole_blocks(T, sizes, chunk_size):
+  plan = cost.choose(shape(T, **sizes), "chunked", chunk_size, "gpu", {"pallas": ("chunked",)})
+  assert plan.chunk % plan.tile == plan.tile % BLOCK == 0
+  assert plan.chunk == chunk_size or chunk_size is None or chunk_size > T
+  assert cost.expanded_bytes(shape(T, **sizes), plan.tile) <= max(2**30, cost.expanded_bytes(shape(T, **sizes), BLOCK))
+
+
+def test_features_that_memory_has_no_room_for_are_refused_in_words():
+  found = op._explained(shape(65_536, batch=64, head_dim=32), "bfloat16", "chunked", None, None, "gpu")
+  assert found.implementation == "xla"
+  with pytest.raises(NotImplementedError, match=r"features of 256 tokens in at most 4 GiB, got 38.3 GiB"):
+    op._explained(shape(65_536, batch=64, head_dim=32), "bfloat16", "chunked", None, "pallas", "gpu")
+  with pytest.raises(NotImplementedError, match=r"at most 65,536 features, got D=766,480 \(d=64, power=4\)"):
+    op._explained(shape(65_536, head_dim=64), "bfloat16", "chunked", None, "pallas", "gpu")

@@ -1,10 +1,11 @@
-"""Reading and writing the state by whole spans of tokens, for NVIDIA Hopper: the functions of `memory` in 16 bits.
+"""Reading and writing the state by whole spans of tokens, for NVIDIA Hopper: the functions of `memory`.
 
-Features are expanded by a kernel and lie in memory as bfloat16, for a tile of tokens at a time; the products with them
-are XLA's. What belongs to the normaliser has the bits of two bfloat16s.
+Features are expanded by a kernel and lie in memory for a tile of tokens at a time. They, and all that they meet in
+XLA's products, are sums of two bfloat16s: where a query is nearly orthogonal to all keys its features all but cancel.
 """
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,14 +16,22 @@ from csympow.forms.memory import Memory, Written, without_noise
 from csympow.forms.spans import Settings, Sums, for_each, merge, split
 from kernels_pallas.gpu import expand
 
-_MORE = 8  # columns beside the values: three of them for the normaliser, the others so that rows are aligned
+COLUMNS = 8  # beside the values: the normaliser's, and zeros so that rows are aligned
+
+
+class _Pair(NamedTuple):
+  """A number as a sum of two."""
+
+  high: BFloat16[Array, "*lead"]
+  low: BFloat16[Array, "*lead"]
 
 
 def read(memory: Memory, q: Float[Array, "B H g T d"], settings: Settings) -> Sums:
   """S^T phi(q) and Z . phi(q)."""
+  state = _state(memory, q, settings)
 
   def read_tile(q: Float[Array, "B H g t d"]) -> Sums:
-    return without_noise(_gathered(_state(memory, q, settings), _expanded(q, settings)))
+    return without_noise(_gathered(state, _expanded(q, settings)))
 
   return merge(lax.map(read_tile, split(q, settings.tile)))
 
@@ -31,14 +40,15 @@ def read_backward(
   memory: Memory, q: Float[Array, "B H g T d"], dsums: Sums, dmemory: Memory, settings: Settings
 ) -> tuple[Memory, Float[Array, "B H g T d"]]:
   """Adds the cotangent that reaches the memory through `read` to `dmemory`, and returns that of q."""
+  state = _state(memory, q, settings)
 
   def add_tile(total: Memory, x: tuple[Array, Sums]) -> tuple[Memory, Float[Array, "B H g t d"]]:
     q, dsum = x
-    phi, state = _expanded(q, settings), _state(memory, q, settings)
+    phi = _expanded(q, settings)
     noise = _gathered(state, phi).denominator < 0  # see memory.without_noise
-    given = _tokens(*for_each(lambda x: jnp.where(noise, 0.0, x), dsum))
-    dphi = jnp.einsum("bhgtc,bhfc->bhgft", given, state)
-    return for_each(jnp.add, total, _added(phi, given, memory)), _contracted(q, dphi, settings)
+    given = _joined(*for_each(lambda x: jnp.where(noise, 0.0, x), dsum))
+    added = _added(phi, given, memory)
+    return for_each(jnp.add, total, added), _contracted(q, _met("bhgtc,bhfc->bhgft", given, state), settings)
 
   dmemory, dq = lax.scan(add_tile, dmemory, split((q, dsums), settings.tile))
   return dmemory, merge(dq)
@@ -48,7 +58,7 @@ def write(memory: Memory, x: Written, settings: Settings) -> Memory:
   """Adds phi(k) v^T and phi(k), discounted, of all tokens."""
 
   def add_tile(total: Memory, x: Written) -> tuple[Memory, None]:
-    keys, values = x.k[:, :, None], _tokens(x.v * x.discount, x.discount)[:, :, None]
+    keys, values = x.k[:, :, None], _joined(*_values(x))
     return for_each(jnp.add, total, _added(_expanded(keys, settings), values, memory)), None
 
   return lax.scan(add_tile, memory, split(x, settings.tile))[0]
@@ -58,64 +68,68 @@ def write_backward(
   dmemory: Memory, x: Written, settings: Settings
 ) -> tuple[Float[Array, "B H T d"], Float[Array, "B H T dv"]]:
   """The cotangents of k and v through `write`; that of the discount follows from k's (see `chunked`)."""
+  dstate = _state(dmemory, x.k[:, :, None], settings)
 
   def transpose_tile(x: Written) -> tuple[Float[Array, "B H t d"], Float[Array, "B H t dv"]]:
     keys = x.k[:, :, None]
-    dstate = _state(dmemory, keys, settings)
-    dphi = jnp.einsum("bhtc,bhfc->bhft", _tokens(x.v * x.discount, x.discount), dstate)
-    dv = _product("bhgft,bhfc->bhgtc", _expanded(keys, settings), dstate)[:, :, 0, :, : x.v.shape[-1]]
-    return _contracted(keys, dphi[:, :, None], settings)[:, :, 0], dv * x.discount
+    dv = _gathered(dstate, _expanded(keys, settings)).numerator[:, :, 0] * x.discount
+    return _contracted(keys, _met("bhgtc,bhfc->bhgft", _joined(*_values(x)), dstate), settings)[:, :, 0], dv
 
   return merge(lax.map(transpose_tile, split(x, settings.tile)))
 
 
-def _gathered(state: BFloat16[Array, "B H F c"], phi: BFloat16[Array, "B H g F t"]) -> Sums:
+def _values(x: Written) -> tuple[Float[Array, "B H 1 t dv"], Float[Array, "B H 1 t 1"]]:
+  """What goes with the features of keys."""
+  return (x.v * x.discount)[:, :, None], x.discount[:, :, None]
+
+
+def _joined(values: Float[Array, "*lead dv"], normaliser: Float[Array, "*lead 1"]) -> _Pair:
+  """As columns of one matrix."""
+  rest = jnp.zeros((*normaliser.shape[:-1], COLUMNS - 1), normaliser.dtype)
+  return _halves(jnp.concatenate([values, normaliser, rest], axis=-1))
+
+
+def _parted(x: Float[Array, "*lead c"]) -> tuple[Float[Array, "*lead dv"], Float[Array, "*lead 1"]]:
+  """The inverse."""
+  value_dim = x.shape[-1] - COLUMNS
+  return x[..., :value_dim], x[..., value_dim : value_dim + 1]
+
+
+def _halves(x: Float[Array, "*lead"]) -> _Pair:
+  high = lax.reduce_precision(x, 8, 7)  # a conversion there and back XLA would leave out
+  return _Pair(high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16))
+
+
+def _state(memory: Memory, tokens: Float[Array, "B H g T d"], settings: Settings) -> _Pair:
+  """With as many features as `_expanded` makes of a tile of such tokens."""
+  rows = math.prod(tokens.shape[:3])
+  more = expand.padded_features(_table(tokens, settings), rows, settings.tile) - memory.S.shape[2]
+  return _joined(*(jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) for x in memory))
+
+
+def _gathered(state: _Pair, phi: _Pair) -> Sums:
   """What queries find in a state."""
-  values, high, low, _ = _parted(_product("bhgft,bhfc->bhgtc", phi, state))
-  return Sums(values, high + low)
+  return Sums(*_parted(_product("bhgft,bhfc->bhgtc", phi, state)))
 
 
-def _added(phi: BFloat16[Array, "B H g F t"], tokens: BFloat16[Array, "B H g t c"], like: Memory) -> Memory:
+def _added(phi: _Pair, tokens: _Pair, like: Memory) -> Memory:
   """What tokens add to a state."""
-  total = _product("bhgft,bhgtc->bhfc", phi, tokens)[:, :, : like.S.shape[2]]
-  values, high, _, low = _parted(total)
-  return Memory(values, high + low)
+  return Memory(*_parted(_product("bhgft,bhgtc->bhfc", phi, tokens)[:, :, : like.S.shape[2]]))
 
 
-def _tokens(x: Float[Array, "*lead t dv"], z: Float[Array, "*lead t 1"]) -> BFloat16[Array, "*lead t c"]:
-  """What goes with the features of tokens, of which a state is a sum."""
-  high, low = _halves(z)
-  return _joined(x, high, high, low)
+def _product(subscripts: str, phi: _Pair, x: _Pair) -> Float[Array, "*lead c"]:
+  """Features are read as seldom as can be."""
+  high = _einsum(subscripts, phi.high, jnp.concatenate(x, axis=-1))
+  return jnp.add(*jnp.split(high, 2, axis=-1)) + _einsum(subscripts, phi.low, x.high)
 
 
-def _state(memory: Memory, tokens: Float[Array, "B H g t d"], settings: Settings) -> BFloat16[Array, "B H F c"]:
-  """What meets `_tokens`: the products of their last columns add up to that of two float32s, or nearly."""
-  rows, time = math.prod(tokens.shape[:3]), tokens.shape[-2]
-  count = expand.padded_features(_table(tokens, settings), rows, time)
-  S, Z = (jnp.pad(x, ((0, 0), (0, 0), (0, count - x.shape[2]), (0, 0))) for x in memory)
-  high, low = _halves(Z)
-  return _joined(S, high, low, high)
+def _met(subscripts: str, x: _Pair, y: _Pair) -> Float[Array, "..."]:
+  """A product over columns."""
+  left, right = (x.high, x.high, x.low), (y.high, y.low, y.high)
+  return _einsum(subscripts, jnp.concatenate(left, axis=-1), jnp.concatenate(right, axis=-1))
 
 
-def _joined(values: Float[Array, "*lead dv"], *normalisers: Float[Array, "*lead 1"]) -> BFloat16[Array, "*lead c"]:
-  rest = jnp.zeros_like(values[..., : _MORE - len(normalisers)])
-  return jnp.concatenate([values, *normalisers, rest], axis=-1).astype(jnp.bfloat16)
-
-
-def _parted(x: Float[Array, "*lead c"]) -> tuple[Array, Array, Array, Array]:
-  """The columns of values, and the three of normalisers."""
-  value_dim = x.shape[-1] - _MORE
-  first, second, third = (x[..., value_dim + n : value_dim + n + 1] for n in range(3))
-  return x[..., :value_dim], first, second, third
-
-
-def _halves(x: Float[Array, "*lead"]) -> tuple[Float[Array, "*lead"], Float[Array, "*lead"]]:
-  """X as a sum of two numbers, of which bfloat16 holds the first, and nearly all of the second."""
-  high = lax.reduce_precision(x, 8, 7)
-  return high, x - high
-
-
-def _product(subscripts: str, *operands: BFloat16[Array, "..."]) -> Float[Array, "..."]:
+def _einsum(subscripts: str, *operands: BFloat16[Array, "..."]) -> Float[Array, "..."]:
   return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)
 
 
@@ -123,13 +137,14 @@ def _table(x: Float[Array, "*lead d"], settings: Settings) -> expand.Table:
   return expand.Table(*multisets(x.shape[-1], settings.power))
 
 
-def _expanded(x: Float[Array, "B H g t d"], settings: Settings) -> BFloat16[Array, "B H g F t"]:
-  phi = expand.expanded(_time_last(x), _table(x, settings), interpret=settings.interpret)
-  return phi.reshape(*x.shape[:3], *phi.shape[1:])
+def _expanded(x: Float[Array, "B H g t d"], settings: Settings) -> _Pair:
+  """The features, time last: B H g F t."""
+  found = expand.expanded(_time_last(x), _table(x, settings), interpret=settings.interpret)
+  return _Pair(*(phi.reshape(*x.shape[:3], *phi.shape[1:]) for phi in found))
 
 
 def _contracted(
-  x: Float[Array, "B H g t d"], dphi: BFloat16[Array, "B H g F t"], settings: Settings
+  x: Float[Array, "B H g t d"], dphi: Float[Array, "B H g F t"], settings: Settings
 ) -> Float[Array, "B H g t d"]:
   dphi = dphi.reshape(-1, *dphi.shape[3:])
   dx = expand.contracted(_time_last(x), dphi, _table(x, settings), interpret=settings.interpret)

@@ -1,6 +1,6 @@
-"""The attention form by Pallas kernels: the same function as `chunked.attend` with one chunk, or one after another.
+"""The attention form by Pallas kernels: the same function as `chunked.attend` with one chunk.
 
-The part that a state plays is XLA's.
+The products with a state are XLA's.
 """
 
 import functools
@@ -8,21 +8,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from csympow import gates
-from csympow.forms import anchors, expanded, near, near_tpu, rotating
-from csympow.forms import memory as by_xla
+from csympow.forms import anchors, expanded, memory, near, near_tpu, rotating
 from csympow.forms.chunked import Sequence, inputs_of, normalised_backward
 from csympow.forms.memory import Memory, Written, discounted, empty, inner
-from csympow.forms.spans import Inputs, Settings, Sums, for_each, heads_first, in_spans, over_normaliser, time_first
+from csympow.forms.spans import SMALLEST, Inputs, Settings, Sums, for_each, heads_first, over_normaliser, time_first
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import attention_forward
 
 _KERNELS: dict[str, Any] = {"gpu": near, "tpu": near_tpu}
-_STATES: dict[bool, Any] = {False: by_xla, True: expanded}  # by whether a kernel expands features
+_STATES: dict[str, Any] = {"memory": memory, "expanded": expanded}
 
 
 class _Saved(NamedTuple):
@@ -49,32 +47,6 @@ def attend(
     x = _as_wide_as_kernels(x, settings)
   y, memory = _attend(x, memory, settings, dtype, return_memory)
   return y[..., :value_dim], memory
-
-
-def attend_in_turn(
-  x: near.Tokens,
-  memory: Memory | None,
-  settings: Settings,
-  dtype: DTypeLike,
-  return_memory: bool,
-) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
-  """The chunked form at any power: chunk after chunk, each from the state that those before it left.
-
-  Queries are of unit length. T is whole chunks.
-  """
-  count, settings = x.k.shape[1] // settings.chunk, settings._replace(expand=True)
-
-  def advance(memory: Memory, x: near.Tokens) -> tuple[Memory, Float[Array, "B t H g dv"]]:
-    y, after = attend(x, memory, settings, dtype, return_memory=True)
-    assert after is not None
-    return after, y
-
-  q, k, v, log_gate = (in_spans(a, count) for a in x[:4])
-  chunks = near.Tokens(q, k, v, log_gate, rotating.by_spans(x.rotation, count))
-  initial = empty(x.k.astype(jnp.float32), x.v, settings.power) if memory is None else memory
-  final, y = lax.scan(advance, initial, chunks)
-  y = jnp.moveaxis(y, 0, 1)
-  return y.reshape(y.shape[0], -1, *y.shape[3:]), final if return_memory else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -115,7 +87,7 @@ def _forward(
       None, x, rotation, None, None, attention_forward.Outputs(high, low, normaliser)
     )
 
-  states = _STATES[settings.expand]
+  states = _STATES[settings.states]
   q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
   sequence = Sequence(*rotating.rotated(q, k, rotation), v, G)
   inputs, decay = _span(sequence)
@@ -125,7 +97,8 @@ def _forward(
     sums = Sums(heads_first(high.reshape(shape)) * weight, weight)
     sums = for_each(lambda near, far: near + decay.since_start[:, :, None] * far, sums, carried)
     high = time_first(over_normaliser(*sums)).reshape(high.shape)
-    normaliser = _in_kernels_scale(sums.denominator, x, settings.power)
+    denominator = jnp.where(sums.denominator <= SMALLEST, 0.0, sums.denominator)  # in the kernels' scale it is larger
+    normaliser = _in_kernels_scale(denominator, x, settings.power)
   final = None
   if return_memory:
     initial = empty(k, v, settings.power) if memory is None else memory
@@ -153,7 +126,7 @@ def _backward(
     drotation = _by_turns(rotation, jnp.add(*pulls.turns), pulls.total)
     return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), None
 
-  states = _STATES[settings.expand]
+  states = _STATES[settings.states]
   head_dim, dv = saved.sequence.k.shape[-1], dv[..., : dy.shape[-1]]
   dq, dk = (dx[..., :head_dim] for dx in kernels.unscaled(x, inside.q, inside.k, power))
   pulls = kernels.pulls(x, inside.q, inside.k, None, power)

@@ -293,4 +293,4 @@ def _features(full: Full, head_dim: int, value_dim: int) -> Memory:
 
 def _widened(x: Float[Array, "*lead d"]) -> Float[Array, "*lead whole"]:
   """Filled up to whole 64s."""
-  return near.filled_up(x, x.shape[-1] + -x.shape[-1] % STATE_WIDTH)
+  return near.filled_up(x, -(-x.shape[-1] // STATE_WIDTH) * STATE_WIDTH)

@@ -33,7 +33,7 @@ class Settings(NamedTuple):
   tile: int  # tokens whose features are expanded at once
   precision: str | None  # of matrix products, as jax.lax.Precision names it; None for the caller's default
   chip: str = "gpu"  # whose kernels, if any
-  expand: bool = False  # whether features are expanded by a kernel, where the form itself is of kernels
+  states: str = "memory"  # the module by which the attention form's kernels read and write them
   interpret: Any = None  # how to run kernels where there is no chip for them, as Pallas takes it
 
 
@@ -90,12 +90,12 @@ def exact_product(subscripts: str, *operands: Array) -> Float[Array, "..."]:
 
 
 # A normaliser at or below this counts as 0: one over it, times any cotangent, must stay finite.
-_SMALLEST = 1e-30
+SMALLEST = 1e-30
 
 
 def over_normaliser(x: Float[Array, "*lead v"], denominator: Float[Array, "*lead 1"]) -> Float[Array, "*lead v"]:
   """X / denominator, and 0, with no gradient, for a row whose weights sum to 0."""
-  found = ~(denominator <= _SMALLEST)  # NaN is no empty row
+  found = ~(denominator <= SMALLEST)  # NaN is no empty row
   denominator = jnp.where(found, denominator, 1.0)
   # Both are scaled by the same constant first: the derivative of a quotient squares its denominator.
   unit = lax.stop_gradient(1 / denominator)

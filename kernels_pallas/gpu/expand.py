@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float, Int
 
-from kernels_pallas.gpu.tiles import BLOCK, MULTIPROCESSORS, varying_as
+from kernels_pallas.gpu.tiles import BLOCK, MULTIPROCESSORS, rounded, varying_as
 
 _WARPGROUPS = 4
 _AT_ONCE = 8  # features whose loads are under way together
@@ -49,24 +49,29 @@ def _parts(table: Table, rows: int, time: int) -> tuple[int, int]:
   return parts, -(-table.weight.size // (parts * unit)) * parts * unit
 
 
-def expanded(x: Float[Array, "N d T"], table: Table, *, interpret: Any = None) -> BFloat16[Array, "N F T"]:
-  """The features of every token; T is whole BLOCKs."""
+def expanded(
+  x: Float[Array, "N d T"], table: Table, *, interpret: Any = None
+) -> tuple[BFloat16[Array, "N F T"], BFloat16[Array, "N F T"]]:
+  """The features of every token, and what rounding lost of them; T is whole BLOCKs."""
   rows, _, time = x.shape
 
-  def kernel(place, factors, out_ref):
+  def kernel(place, factors, high_ref, low_ref):
     def expand(first):
       made = [weight * functools.reduce(jnp.multiply, xs) for weight, xs, _ in factors(first)]
       for n, phi in enumerate(made):
-        out_ref[place.row, first + n, place.tokens] = phi.astype(jnp.bfloat16)
+        high = rounded(phi, jnp.bfloat16)
+        high_ref[place.row, first + n, place.tokens] = high
+        low_ref[place.row, first + n, place.tokens] = (phi - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
     place.for_each(expand)
 
-  shape = (rows, padded_features(table, rows, time), time)
-  return _run(kernel, x, table, [], jax.ShapeDtypeStruct(shape, jnp.bfloat16), [], interpret, "expanded")
+  result = jax.ShapeDtypeStruct((rows, padded_features(table, rows, time), time), jnp.bfloat16)
+  high, low = _run(kernel, x, table, [], [result, result], [], interpret, "expanded")
+  return high, low
 
 
 def contracted(
-  x: Float[Array, "N d T"], dphi: BFloat16[Array, "N F T"], table: Table, *, interpret: Any = None
+  x: Float[Array, "N d T"], dphi: Float[Array, "N F T"], table: Table, *, interpret: Any = None
 ) -> Float[Array, "N d T"]:
   """The cotangent of x, given that of its features."""
   rows, head_dim, time = x.shape
@@ -80,7 +85,7 @@ def contracted(
       return none
 
     def contract(first):
-      found = [_load(dphi_ref.at[place.row, first + n, place.tokens]).astype(jnp.float32) for n in range(_AT_ONCE)]
+      found = [_load(dphi_ref.at[place.row, first + n, place.tokens]) for n in range(_AT_ONCE)]
       for dfeature, (weight, xs, coordinates) in zip(found, factors(first), strict=True):
         for a, others in zip(coordinates, _products_of_others(xs), strict=True):
           sums[a] = _load(sums.at[a]) + weight * dfeature * others
@@ -95,7 +100,8 @@ def contracted(
 
   result = jax.ShapeDtypeStruct((_WARPGROUPS, _parts(table, rows, time)[0], *x.shape), jnp.float32)
   scratch = [plgpu.SMEM((_WARPGROUPS, head_dim, BLOCK), jnp.float32)]
-  return jnp.sum(_run(kernel, x, table, [dphi], result, scratch, interpret, "contracted"), axis=(0, 1))
+  (parts,) = _run(kernel, x, table, [dphi], [result], scratch, interpret, "contracted")
+  return jnp.sum(parts, axis=(0, 1))
 
 
 class _Place(NamedTuple):
@@ -152,11 +158,11 @@ def _run(
   x: Float[Array, "N d T"],
   table: Table,
   more: list[Array],
-  result: jax.ShapeDtypeStruct,
+  results: list[jax.ShapeDtypeStruct],
   scratch: list[Any],
   interpret: Any,
   name: str,
-) -> Array:
+) -> list[Array]:
   """What a kernel makes that works with the tokens of its block in shared memory, and with the table."""
   rows, head_dim, time = x.shape
   parts, features = _parts(table, rows, time)
@@ -175,9 +181,9 @@ def _run(
   rest = features - table.weight.size
   indices = jnp.asarray(np.pad(table.indices, ((0, 0), (0, rest))), jnp.int32)
   weight = jnp.asarray(np.pad(table.weight, (0, rest)), jnp.float32)
-  found: Array = plgpu.kernel(
+  found = plgpu.kernel(
     kernel,
-    out_type=result,
+    out_type=results,
     scratch_types=[*scratch, plgpu.SMEM((head_dim, BLOCK), jnp.float32), plgpu.Barrier(num_arrivals=1)],
     grid=(rows * (time // BLOCK) * parts,),
     grid_names=("block",),
@@ -188,5 +194,5 @@ def _run(
     interpret=interpret,
     kernel_name=name,
   )(x, indices, weight, *more)
-  marked: Array = varying_as(x, found)
+  marked: list[Array] = varying_as(x, found)
   return marked

@@ -1,0 +1,37 @@
+"""The chunked form by Pallas kernels at any power: chunk after chunk, each from the state that those before it left.
+
+The same function as `chunked.attend`, for NVIDIA Hopper. Inside chunks it is the attention form.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from csympow.forms import fused, near, rotating
+from csympow.forms.memory import Memory, empty
+from csympow.forms.spans import Settings, in_spans
+
+
+def attend(
+  x: near.Tokens, memory: Memory | None, settings: Settings, dtype: DTypeLike, return_memory: bool
+) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
+  """`chunked.attend` with y in `dtype`. Queries are of unit length; T is whole chunks, and those are whole BLOCKs."""
+  count, settings = x.k.shape[1] // settings.chunk, settings._replace(states="expanded")
+  longest = jnp.zeros_like(x.k[:, 0, :, 0], jnp.int32)
+  if memory is None:  # then all keys can be scaled alike, and no power of them is out of range
+    longest = lax.stop_gradient(near.exponents(x).top)
+    memory = empty(x.k.astype(jnp.float32), x.v, settings.power)
+  k = (x.k * near.power_of_two(-longest)[:, None]).astype(x.k.dtype)
+
+  def advance(memory: Memory, x: near.Tokens) -> tuple[Memory, Float[Array, "B t H g dv"]]:
+    y, after = fused.attend(x, memory, settings, dtype, return_memory=True)
+    assert after is not None
+    return after, y
+
+  q, k, v, log_gate = (in_spans(a, count) for a in (x.q, k, x.v, x.log_gate))
+  chunks = near.Tokens(q, k, v, log_gate, rotating.by_spans(x.rotation, count))
+  final, y = lax.scan(advance, memory, chunks)
+  y = jnp.moveaxis(y, 0, 1)
+  scale = near.power_of_two(jnp.clip(settings.power * longest, -126, 126))[..., None]
+  return y.reshape(y.shape[0], -1, *y.shape[3:]), Memory(*(a * scale for a in final)) if return_memory else None
