@@ -10,7 +10,7 @@ All products have bfloat16 operands and float32 sums. VMEM is rows of 128 lanes,
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -273,6 +273,23 @@ def add_gram(Z: Any, decay: Any, x: Float[Array, "d t"], weight: Float[Array, "1
 def column(row: Float[Array, "1 t"]) -> Float[Array, "t 1"]:
   """A vector over lanes, as one over sublanes."""
   return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
+
+
+def tokens_down(x: BFloat16[Array, "d t"]) -> BFloat16[Array, "t d"]:
+  """The transpose, which the chip has in 32 bits only."""
+  return x.astype(jnp.float32).T.astype(jnp.bfloat16)
+
+
+def begun_ahead[P, R](places: Iterable[P], begin: Callable[[P], R]) -> Iterator[tuple[P, R]]:
+  """Each place with what is begun there, one ahead: matrix units take products in the order of the program, and would
+  wait while something is made of one before the next was given to them.
+  """
+  begun: list[tuple[P, R]] = []
+  for place in places:
+    begun.append((place, begin(place)))
+    if len(begun) == 2:
+      yield begun.pop(0)
+  yield from begun
 
 
 def side_by_side(tiles: int) -> list[list[int]]:
