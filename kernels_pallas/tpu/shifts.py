@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, BFloat16, Float
 
 LANES = 128  # tokens in a tile
-ROWS = 512  # features that a turn of the loop over shifts expands: the more, the shorter the matrix units wait
+ROWS = 1024  # features that a turn of the loop over shifts expands: the more, the shorter the matrix units wait
 VMEM = 60 * 2**20  # bytes that a kernel may ask for
 NT = ((1,), (1,))  # a product with the second operand transposed
 
@@ -278,6 +278,12 @@ def column(row: Float[Array, "1 t"]) -> Float[Array, "t 1"]:
 def tokens_down(x: BFloat16[Array, "d t"]) -> BFloat16[Array, "t d"]:
   """The transpose, which the chip has in 32 bits only."""
   return x.astype(jnp.float32).T.astype(jnp.bfloat16)
+
+
+def triangle(tiles: int) -> list[tuple[slice, int]]:
+  """Pairs inside a chunk: the queries of some tiles, and each tile of keys that any of them sees, by queries."""
+  queries = [slice(some[0] * LANES, (some[-1] + 1) * LANES) for some in side_by_side(tiles)]
+  return [(i, j) for i in queries for j in range(i.stop // LANES)]
 
 
 def begun_ahead[P, R](places: Iterable[P], begin: Callable[[P], R]) -> Iterator[tuple[P, R]]:
