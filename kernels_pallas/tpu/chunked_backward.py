@@ -277,7 +277,9 @@ def _inside(q_ref, k_ref, v_ref, gate_ref, dy_ref, inverse_ref, delta_ref, dq_re
     dscores = (slopes * (dweights - delta_ref[:, i])).astype(jnp.bfloat16)
     dv_ref[:, tiles[j]] += dot(dy_ref[:, i], weights, NT)
     dk_ref[:, tiles[j]] += 2 * dot(q_ref[:, i], dscores, NT)
-    dq = dot(k_ref[:, tiles[j]], dscores) + (dq if j else 0.0)
+    if j == 0:
+      dq = jnp.zeros((q_ref.shape[0], scores.shape[1]), jnp.float32)
+    dq += dot(k_ref[:, tiles[j]], dscores)
     if (j + 1) * LANES == i.stop:
       dq_ref[:, i] = 2 * dq
 

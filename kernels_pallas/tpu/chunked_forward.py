@@ -78,7 +78,7 @@ def forward(
           q = q_ref[0, 0, g, :, i]
           far = jnp.sum((dot(high, q) + dot(low, q)) * q.astype(jnp.float32), axis=0, keepdims=True)
           heard = jnp.where(far < 0, 0.0, 1.0)  # in exact arithmetic it is not; NaN stays
-          total, normaliser = 0.0, far * jnp.exp2(gate) * heard
+          total, normaliser = jnp.zeros((value_dim, q.shape[1]), jnp.float32), far * jnp.exp2(gate) * heard
           heard_ref[0, 0, g, :, i] = heard
         weights = (scores * scores * shifts.discounts(gate, pulls[j], i.start - j * LANES)).astype(jnp.bfloat16)
         # Of the rounded weights, so that a row of one key gives that key's value exactly.

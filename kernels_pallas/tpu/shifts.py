@@ -308,12 +308,12 @@ def tile(n: int) -> Any:
   return pl.ds(n * LANES, LANES)
 
 
-def discounts(gate: Float[Array, "1 i"], pull: Float[Array, "j 1"], ahead: int | None = None) -> Float[Array, "j i"]:
-  """b_ij of keys j, down, and queries i, across; 0 for a key after its query, where the first query is `ahead` of the
-  first key by so many tokens, or None where all keys are before all queries.
+def discounts(gate: Float[Array, "1 i"], pull: Float[Array, "j 1"], ahead: int) -> Float[Array, "j i"]:
+  """b_ij of keys j, down, and queries i, across, the first of them so many tokens ahead of the first key; 0 for a key
+  after its query.
   """
   exponent = gate - pull
-  if ahead is not None and ahead < exponent.shape[0]:
+  if ahead < exponent.shape[0]:
     key, query = (lax.broadcasted_iota(jnp.int32, exponent.shape, axis) for axis in range(2))
     exponent = jnp.where(key <= query + ahead, exponent, -jnp.inf)
   return jnp.exp2(exponent)
