@@ -7,7 +7,6 @@ Both compute scores again, by the same function, so that dQ and dK come from the
 cancels in the gradients of gates and rotations.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, BFloat16, Float
 
 from kernels_pallas.tpu import pairs, shifts
-from kernels_pallas.tpu.shifts import LANES, NT, Chunks, dot, tile
+from kernels_pallas.tpu.shifts import NT, Chunks, dot
 from kernels_pallas.weights import LOG2E, slope
 
 
@@ -26,6 +25,9 @@ class Rows(NamedTuple):
   dy: BFloat16[Array, "B H g dv T"]
   inverse: Float[Array, "B H g 1 T"]  # 1 / normaliser
   delta: Float[Array, "B H g 1 T"]  # dy . y
+
+
+_INPUTS = len(Chunks._fields) + len(Rows._fields) + 1  # of both kernels; the last are the totals
 
 
 class Gradients(NamedTuple):
@@ -51,18 +53,17 @@ def _queries(x: Chunks, rows: Rows, ends: Array, power: int, interpret: Any) -> 
     return (g, *triangle.pair(row, col))
 
   def kernel(*refs):
-    *inputs, dq_ref = refs
+    inputs, (dq_ref, *down) = refs[:_INPUTS], refs[_INPUTS:]
     i, j = triangle.pair(pl.program_id(3), pl.program_id(4))
 
     @pl.when(j == 0)
     def _():
       dq_ref[...] = jnp.zeros_like(dq_ref)
 
-    def add(pair):
-      k = inputs[1][0, 0, :, pair.keys]
-      dq_ref[0, 0, 0, :, tile(pair.tile)] += dot(k, pair.dscores)
+    def add(piece, weights, dscores):
+      dq_ref[0, 0, 0, :, piece.queries] += dot(inputs[1][0, 0, :, piece.keys], dscores)
 
-    _for_pairs(inputs, i, j, power, add)
+    _for_pieces(inputs, down, i, j, power, add)
 
   return pl.pallas_call(
     kernel,
@@ -70,6 +71,7 @@ def _queries(x: Chunks, rows: Rows, ends: Array, power: int, interpret: Any) -> 
     in_specs=_specs(x, block, place),
     out_specs=pairs.of_queries(head_dim, block, place),
     out_shape=shifts.vary_as(x.q)(x.q.shape, jnp.float32),
+    scratch_shapes=pairs.scratch(x.k.shape[2], x.v.shape[2], block=block),
     compiler_params=pairs.PARAMETERS,
     interpret=interpret or False,
     name="attention_queries",
@@ -85,7 +87,7 @@ def _keys(x: Chunks, rows: Rows, ends: Array, power: int, interpret: Any) -> lis
     return (g, *triangle.reversed_pair(row, col))
 
   def kernel(*refs):
-    *inputs, dk_ref, dv_ref = refs
+    inputs, (dk_ref, dv_ref, *down) = refs[:_INPUTS], refs[_INPUTS:]
     q_ref, dy_ref = inputs[0], inputs[6]
     i, j = triangle.reversed_pair(pl.program_id(2), pl.program_id(3))
 
@@ -94,12 +96,11 @@ def _keys(x: Chunks, rows: Rows, ends: Array, power: int, interpret: Any) -> lis
       dk_ref[...] = jnp.zeros_like(dk_ref)
       dv_ref[...] = jnp.zeros_like(dv_ref)
 
-    def add(pair):
-      queries = tile(pair.tile)
-      dk_ref[0, 0, :, pair.keys] += dot(q_ref[0, 0, 0, :, queries], pair.dscores, NT)
-      dv_ref[0, 0, :, pair.keys] += dot(dy_ref[0, 0, 0, :, queries], pair.weights, NT)
+    def add(piece, weights, dscores):
+      dk_ref[0, 0, :, piece.keys] += dot(q_ref[0, 0, 0, :, piece.queries], dscores, NT)
+      dv_ref[0, 0, :, piece.keys] += dot(dy_ref[0, 0, 0, :, piece.queries], weights, NT)
 
-    _for_pairs(inputs, i, j, power, add)
+    _for_pieces(inputs, down, i, j, power, add)
 
   shape = shifts.vary_as(x.q)
   return pl.pallas_call(
@@ -108,58 +109,49 @@ def _keys(x: Chunks, rows: Rows, ends: Array, power: int, interpret: Any) -> lis
     in_specs=_specs(x, block, place),
     out_specs=[pairs.of_keys(size, block, place) for size in (head_dim, value_dim)],
     out_shape=[shape(array.shape, jnp.float32) for array in (x.k, x.v)],
+    scratch_shapes=pairs.scratch(x.k.shape[2], x.v.shape[2], block=block),
     compiler_params=pairs.PARAMETERS,
     interpret=interpret or False,
     name="attention_keys",
   )(*x, *rows, ends)
 
 
-class _Pair(NamedTuple):
-  """A tile of queries and some keys: what they have between them."""
+def _for_pieces(inputs, down, i, j, power, add):
+  """Calls `add` for all pieces of block i of queries and block j of keys, with their weights and scores' cotangents."""
+  q_ref, k_ref, v_ref, gate_ref, until_ref, _, dy_ref, inverse_ref, delta_ref, ends_ref = inputs
+  keys_down, values_down, until_down = down
 
-  tile: int
-  keys: slice
-  weights: BFloat16[Array, "j i"]
-  dscores: BFloat16[Array, "j i"]
+  def visit(near, rows, discount):
+    pairs.lay_down(keys_down, k_ref[0, 0])
+    pairs.lay_down(values_down, v_ref[0, 0])
 
+    def begin(piece):
+      q, dy = (ref[0, 0, 0, :, piece.queries] for ref in (q_ref, dy_ref))
+      return dot(keys_down[piece.keys], q), dot(values_down[piece.keys], dy)
 
-def _for_pairs(inputs, i, j, power, add):
-  """Calls `add` for all pairs between block i of queries and block j of keys."""
-  _, _, _, gate_ref, until_ref, _, _, inverse_ref, _, ends_ref = inputs
+    for piece, (scores, dweights) in shifts.begun_ahead(pairs.pieces(q_ref.shape[-1], near=near), begin):
+      slopes = slope(scores, discount(piece) * rows(piece.queries), power)
+      dscores = slopes * (dweights - delta_ref[0, 0, 0, :, piece.queries])
+      add(piece, (slopes * scores).astype(jnp.bfloat16), dscores.astype(jnp.bfloat16))
 
   @pl.when(j < i)
   def far():
     before = jnp.maximum(i - 1, 0)  # the end of the block before the queries'
     between = (ends_ref[0, 0, 0, before] - ends_ref[0, 0, 0, j]) + (ends_ref[0, 0, 1, before] - ends_ref[0, 0, 1, j])
+    pairs.spread(until_down, until_ref[0, 0])
 
-    def rows_of(t):
-      return inverse_ref[0, 0, 0, :, tile(t)] * jnp.exp2(gate_ref[0, 0, :, tile(t)] + between * LOG2E)
+    def rows(queries):
+      return inverse_ref[0, 0, 0, :, queries] * jnp.exp2(gate_ref[0, 0, :, queries] + between * LOG2E)
 
-    for pair in _pairs(inputs, power, rows_of, lambda t, keys: shifts.column(until_ref[0, 0, :, keys])):
-      add(pair)
+    visit(False, rows, lambda piece: until_down[piece.keys])
 
   @pl.when(j == i)
   def near():
-    def discount(t, keys):
-      return pairs.within_block(gate_ref[0, 0, :, tile(t)], gate_ref[0, 0, :, keys], t * LANES, keys.start)
-
-    for pair in _pairs(inputs, power, lambda t: inverse_ref[0, 0, 0, :, tile(t)], discount):
-      add(pair)
-
-
-def _pairs(inputs, power, rows_of, discount) -> Iterator[_Pair]:
-  q_ref, k_ref, v_ref, _, _, _, dy_ref, _, delta_ref, _ = inputs
-  block = q_ref.shape[-1]
-  for t in range(block // LANES):
-    queries, rows = tile(t), rows_of(t)
-    q, dy, delta = (ref[0, 0, 0, :, queries] for ref in (q_ref, dy_ref, delta_ref))
-    for keys in pairs.keys_at_once(block):
-      if (discounts := discount(t, keys)) is None:
-        continue
-      scores = dot(pairs.tokens_down(k_ref[0, 0, :, keys]), q)
-      slopes = slope(scores, discounts * rows, power)
-      dweights = dot(pairs.tokens_down(v_ref[0, 0, :, keys]), dy) - delta
-      yield _Pair(t, keys, (slopes * scores).astype(jnp.bfloat16), (slopes * dweights).astype(jnp.bfloat16))
+    visit(
+      True,
+      lambda queries: inverse_ref[0, 0, 0, :, queries],
+      lambda piece: pairs.within_block(gate_ref, piece),
+    )
 
 
 def _specs(x: Chunks, block: int, place: Any) -> list[pl.BlockSpec]:

@@ -71,16 +71,20 @@ def queries(
 
     for t in range(tiles):
       shifts.double(keys, t, k_ref[0, 0, :, tile(t)])
+    high, low = shifts.pieces(Z[...])
 
     def prepare(g):
       for t in range(tiles):
-        at = g * tiles + t
-        shifts.double(queries, at, q_ref[0, 0, g, :, tile(t)])
-        cotangents[at] = _discounted(dy_ref[0, 0, g, :, tile(t)], far_ref[0, 0, g, :, tile(t)])
+        at, q, far = g * tiles + t, q_ref[0, 0, g, :, tile(t)], far_ref[0, 0, g, :, tile(t)]
+        shifts.double(queries, at, q)
+        cotangents[at] = _discounted(dy_ref[0, 0, g, :, tile(t)], far)
         sums[at] = jnp.zeros_like(sums[at])
+        normaliser = -delta_ref[0, 0, g, :, tile(t)] * far
+        dq_ref[0, 0, g, :, tile(t)] = 2 * normaliser * (dot(high, q) + dot(low, q))
 
     shifts.for_all_groups(group, prepare)
     decay = across_ref[0, 0, 0, n]
+    shifts.add_gram(Z, decay, k_ref[0, 0], until_ref[0, 0])
     discounted[...] = _discounted(v_ref[0, 0], until_ref[0, 0])
 
     def visit(turn: Shifts) -> None:
@@ -95,17 +99,12 @@ def queries(
         S[part.rows] = S[part.rows] * decay + dot(part.all_features(keys, range(tiles)), discounted[...], NT)
 
     shifts.for_all_shifts(head_dim, visit)
-    high, low = shifts.pieces(Z[...])
 
     def finish(g):
       for t in range(tiles):
-        q = q_ref[0, 0, g, :, tile(t)]
-        normaliser = -delta_ref[0, 0, g, :, tile(t)] * far_ref[0, 0, g, :, tile(t)]
-        towards = 2 * normaliser * (dot(high, q) + dot(low, q))
-        dq_ref[0, 0, g, :, tile(t)] = shifts.folded(sums, g * tiles + t, head_dim) + towards
+        dq_ref[0, 0, g, :, tile(t)] += shifts.folded(sums, g * tiles + t, head_dim)
 
     shifts.for_all_groups(group, finish)
-    shifts.add_gram(Z, decay, k_ref[0, 0], until_ref[0, 0])
 
   shape = shifts.vary_as(x.q)
   dq, *kept = pl.pallas_call(
@@ -165,19 +164,29 @@ def keys(
     def _():
       shifts.keep(carried, (kept_refs[0], kept_refs[1]), (*place, lax.div(n, jnp.int32(stretch))))
 
+    high, low = shifts.pieces(dZ[...])
     for t in range(tiles):
-      shifts.double(keys, t, k_ref[0, 0, :, tile(t)])
+      k, until = k_ref[0, 0, :, tile(t)], until_ref[0, 0, :, tile(t)]
+      shifts.double(keys, t, k)
       sums[t] = jnp.zeros_like(sums[t])
       value_sums[t] = jnp.zeros_like(value_sums[t])
+      dk_ref[0, 0, :, tile(t)] = 2 * until * (dot(high, k) + dot(low, k))
+      dv_ref[0, 0, :, tile(t)] = jnp.zeros_like(value_sums[t])
+    decay = across_ref[0, 0, 0, n]
+    dZ[...] = dZ[...] * decay
 
     def prepare(g):
       for t in range(tiles):
         at = g * tiles + t
         shifts.double(queries, at, q_ref[0, 0, g, :, tile(t)])
         cotangents[at] = _discounted(dy_ref[0, 0, g, :, tile(t)], far_ref[0, 0, g, :, tile(t)])
+      _inside(
+        q_ref.at[0, 0, g], k_ref.at[0, 0], v_ref.at[0, 0], gate_ref.at[0, 0], dy_ref.at[0, 0, g],
+        inverse_ref.at[0, 0, g], delta_ref.at[0, 0, g], dq_ref.at[0, 0, g], dk_ref.at[0, 0], dv_ref.at[0, 0],
+      )  # fmt: skip
+      shifts.add_gram(dZ, 1.0, q_ref[0, 0, g], -delta_ref[0, 0, g] * far_ref[0, 0, g])
 
     shifts.for_all_groups(group, prepare)
-    decay = across_ref[0, 0, 0, n]
     discounted[...] = _discounted(v_ref[0, 0], until_ref[0, 0])
 
     def visit(turn: Shifts) -> None:
@@ -199,22 +208,9 @@ def keys(
       shifts.for_all_groups(group, write)
 
     shifts.for_all_shifts(head_dim, visit)
-    high, low = shifts.pieces(dZ[...])
     for t in range(tiles):
-      k, until = k_ref[0, 0, :, tile(t)], until_ref[0, 0, :, tile(t)]
-      dk_ref[0, 0, :, tile(t)] = shifts.folded(sums, t, head_dim) + 2 * until * (dot(high, k) + dot(low, k))
-      dv_ref[0, 0, :, tile(t)] = value_sums[t] * until
-    dZ[...] = dZ[...] * decay
-
-    def inside(g):
-      _inside(
-        q_ref.at[0, 0, g], k_ref.at[0, 0], v_ref.at[0, 0], gate_ref.at[0, 0], dy_ref.at[0, 0, g],
-        inverse_ref.at[0, 0, g], delta_ref.at[0, 0, g], dq_ref.at[0, 0, g], dk_ref.at[0, 0], dv_ref.at[0, 0],
-      )  # fmt: skip
-      normaliser = -delta_ref[0, 0, g] * far_ref[0, 0, g]
-      shifts.add_gram(dZ, 1.0, q_ref[0, 0, g], normaliser)
-
-    shifts.for_all_groups(group, inside)
+      dk_ref[0, 0, :, tile(t)] += shifts.folded(sums, t, head_dim)
+      dv_ref[0, 0, :, tile(t)] += value_sums[t] * until_ref[0, 0, :, tile(t)]
 
     @pl.when(step == count - 1)
     def _():
@@ -267,22 +263,25 @@ def _inside(q_ref, k_ref, v_ref, gate_ref, dy_ref, inverse_ref, delta_ref, dq_re
 
   dq and dk come from the same rounded numbers: most of them cancels in the gradients of gates.
   """
-  tiles = q_ref.shape[-1] // LANES
-  for i in range(tiles):
-    q, dy, gate = q_ref[:, tile(i)], dy_ref[:, tile(i)], gate_ref[:, tile(i)]
-    inverse, delta = inverse_ref[:, tile(i)], delta_ref[:, tile(i)]
-    dq = jnp.zeros(q.shape, jnp.float32)
-    for j in range(i + 1):
-      k, v = k_ref[:, tile(j)], v_ref[:, tile(j)]
-      scores = dot(k.astype(jnp.float32).T.astype(jnp.bfloat16), q)
-      slopes = scores * inverse * shifts.discounts(gate, shifts.column(gate_ref[:, tile(j)]), 0 if i == j else None)
-      weights = (slopes * scores).astype(jnp.bfloat16)
-      dweights = dot(v.astype(jnp.float32).T.astype(jnp.bfloat16), dy) - delta
-      dscores = (slopes * dweights).astype(jnp.bfloat16)
-      dv_ref[:, tile(j)] += dot(dy, weights, NT)
-      dk_ref[:, tile(j)] += 2 * dot(q, dscores, NT)
-      dq += dot(k, dscores)
-    dq_ref[:, tile(i)] = 2 * dq
+  tiles = [tile(t) for t in range(q_ref.shape[-1] // LANES)]
+  keys_down, values_down = ([shifts.tokens_down(ref[:, at]) for at in tiles] for ref in (k_ref, v_ref))
+  pulls = [shifts.column(gate_ref[:, at]) for at in tiles]
+
+  def begin(pair):
+    i, j = pair
+    return dot(keys_down[j], q_ref[:, i]), dot(values_down[j], dy_ref[:, i])
+
+  for (i, j), (scores, dweights) in shifts.begun_ahead(shifts.triangle(len(tiles)), begin):
+    slopes = scores * inverse_ref[:, i] * shifts.discounts(gate_ref[:, i], pulls[j], i.start - j * LANES)
+    weights = (slopes * scores).astype(jnp.bfloat16)
+    dscores = (slopes * (dweights - delta_ref[:, i])).astype(jnp.bfloat16)
+    dv_ref[:, tiles[j]] += dot(dy_ref[:, i], weights, NT)
+    dk_ref[:, tiles[j]] += 2 * dot(q_ref[:, i], dscores, NT)
+    if j == 0:
+      dq = jnp.zeros((q_ref.shape[0], scores.shape[1]), jnp.float32)
+    dq += dot(k_ref[:, tiles[j]], dscores)
+    if (j + 1) * LANES == i.stop:
+      dq_ref[:, i] = 2 * dq
 
 
 def _discounted(x: BFloat16[Array, "v t"], discount: Float[Array, "1 t"]) -> BFloat16[Array, "v t"]:

@@ -3,8 +3,8 @@
     y_i = (inside chunk + b_i sum_f w_f S_f phi_f(q_i)) / (inside chunk + b_i q_i . Z q_i)
     S_f <- b S_f + sum_j b_j phi_f(k_j) v_j             Z <- b Z + sum_j b_j k_j k_j^T
 
-The grid walks the chunks of a head in order with S and Z in VMEM. A turn of the loop over shifts reads some features of
-the state for all queries of the chunk and then writes them with all its keys; pairs inside the chunk come after.
+The grid walks the chunks of a head in order with S and Z in VMEM. Pairs inside the chunk come first. A turn of the loop
+over shifts then writes some features of the state with all keys of the chunk, and reads what they were for all queries.
 """
 
 from typing import Any, NamedTuple
@@ -58,9 +58,38 @@ def forward(
         shifts.double(queries, g * tiles + t, q_ref[0, 0, g, :, tile(t)])
 
     shifts.for_all_groups(group, prepare)
-    values, decay = v_ref[0, 0], across_ref[0, 0, 0, n]
-    discounted[...] = (values.astype(jnp.float32) * until_ref[0, 0]).astype(jnp.bfloat16)
+    decay = across_ref[0, 0, 0, n]
+    discounted[...] = (v_ref[0, 0].astype(jnp.float32) * until_ref[0, 0]).astype(jnp.bfloat16)
     sums[...] = jnp.zeros_like(sums)
+    keys_down = [keys[t, :head_dim].T.astype(jnp.bfloat16) for t in range(tiles)]
+    pulls = [shifts.column(gate_ref[0, 0, :, tile(t)]) for t in range(tiles)]
+    high, low = shifts.pieces(Z[...])
+
+    def inside(g):
+      """Writes the normaliser, and what the queries gather inside the chunk."""
+
+      def begin(pair):
+        i, j = pair
+        return dot(keys_down[j], q_ref[0, 0, g, :, i])
+
+      for (i, j), scores in shifts.begun_ahead(shifts.triangle(tiles), begin):
+        gate = gate_ref[0, 0, :, i]
+        if j == 0:
+          q = q_ref[0, 0, g, :, i]
+          far = jnp.sum((dot(high, q) + dot(low, q)) * q.astype(jnp.float32), axis=0, keepdims=True)
+          heard = jnp.where(far < 0, 0.0, 1.0)  # in exact arithmetic it is not; NaN stays
+          total, normaliser = jnp.zeros((value_dim, q.shape[1]), jnp.float32), far * jnp.exp2(gate) * heard
+          heard_ref[0, 0, g, :, i] = heard
+        weights = (scores * scores * shifts.discounts(gate, pulls[j], i.start - j * LANES)).astype(jnp.bfloat16)
+        # Of the rounded weights, so that a row of one key gives that key's value exactly.
+        normaliser += jnp.sum(weights.astype(jnp.float32), axis=0, keepdims=True)
+        total += dot(v_ref[0, 0, :, tile(j)], weights)
+        if (j + 1) * LANES == i.stop:
+          y_ref[0, 0, g, :, i] = total
+          normaliser_ref[0, 0, g, :, i] = normaliser
+
+    shifts.for_all_groups(group, inside)
+    shifts.add_gram(Z, decay, k_ref[0, 0], until_ref[0, 0])
 
     def visit(turn: Shifts) -> None:
       found = transposed[turn.is_last]
@@ -80,30 +109,13 @@ def forward(
 
     shifts.for_all_shifts(head_dim, visit)
 
-    keys_down = [keys[t, :head_dim].T.astype(jnp.bfloat16) for t in range(tiles)]
-    pulls = [shifts.column(gate_ref[0, 0, :, tile(t)]) for t in range(tiles)]
-    high, low = shifts.pieces(Z[...])
+    def finish(g):
+      normaliser = normaliser_ref[0, 0, g]
+      empty = normaliser <= SMALLEST
+      total = y_ref[0, 0, g] + sums[g] * (jnp.exp2(gate_ref[0, 0]) * heard_ref[0, 0, g])
+      y_ref[0, 0, g] = total * jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, normaliser))
 
-    def gather(g):
-      for i in range(tiles):
-        q, gate = q_ref[0, 0, g, :, tile(i)], gate_ref[0, 0, :, tile(i)]
-        far = jnp.sum((dot(high, q) + dot(low, q)) * q.astype(jnp.float32), axis=0, keepdims=True)
-        heard = jnp.where(far < 0, 0.0, 1.0)  # in exact arithmetic it is not; NaN stays
-        since = jnp.exp2(gate) * heard
-        total, normaliser = sums[g, :, tile(i)] * since, far * since
-        for j in range(i + 1):
-          scores = dot(keys_down[j], q)
-          weights = (scores * scores * shifts.discounts(gate, pulls[j], 0 if i == j else None)).astype(jnp.bfloat16)
-          # Of the rounded weights, so that a row of one key gives that key's value exactly.
-          normaliser += jnp.sum(weights.astype(jnp.float32), axis=0, keepdims=True)
-          total += dot(values[:, j * LANES : (j + 1) * LANES], weights)
-        empty = normaliser <= SMALLEST
-        y_ref[0, 0, g, :, tile(i)] = total * jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, normaliser))
-        normaliser_ref[0, 0, g, :, tile(i)] = normaliser
-        heard_ref[0, 0, g, :, tile(i)] = heard
-
-    shifts.for_all_groups(group, gather)
-    shifts.add_gram(Z, decay, k_ref[0, 0], until_ref[0, 0])
+    shifts.for_all_groups(group, finish)
     if final_refs is not None:
 
       @pl.when(n == count - 1)

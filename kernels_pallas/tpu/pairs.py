@@ -13,10 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, BFloat16, Float
 
-from kernels_pallas.tpu.shifts import LANES, VMEM, Chunks, column, discounts
+from kernels_pallas.tpu.shifts import LANES, VMEM, Chunks, column, discounts, tokens_down
 
 BLOCK = 512  # tokens in a block, at most
-_KEYS = 256  # keys whose scores are in registers at once
+_PIECE = 256  # queries and keys whose scores are made at once
 
 PARAMETERS = pltpu.CompilerParams(
   dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
@@ -83,21 +83,47 @@ def of_keys(rows: int, block: int, place: Place) -> pl.BlockSpec:
   return pl.BlockSpec((1, 1, rows, block), lambda b, h, *at: (b, h, 0, place(*at)[2]))
 
 
-def keys_at_once(block: int) -> list[slice]:
-  """Parts of a block of keys."""
-  size = _KEYS if block % _KEYS == 0 else LANES
+class Piece(NamedTuple):
+  """Some queries and some keys of a pair of blocks."""
+
+  queries: slice
+  keys: slice
+
+
+def pieces(block: int, *, near: bool) -> list[Piece]:
+  """All of a pair of blocks, by queries; of a block with itself, what has a query after a key."""
+  parts = _parts(block, piece_size(block))
+  return [Piece(i, j) for i in parts for j in parts if j.start < i.stop or not near]
+
+
+def piece_size(block: int) -> int:
+  """Tokens in a piece."""
+  return _PIECE if block % _PIECE == 0 else LANES
+
+
+def _parts(block: int, size: int) -> list[slice]:
   return [slice(start, start + size) for start in range(0, block, size)]
 
 
-def tokens_down(x: BFloat16[Array, "d t"]) -> BFloat16[Array, "t d"]:
-  """The transpose, which the chip has in 32 bits only."""
-  return x.astype(jnp.float32).T.astype(jnp.bfloat16)
+def lay_down(out: Any, x: BFloat16[Array, "d t"]) -> None:
+  """Writes the vectors of a block with tokens down, once for all that reads them."""
+  for part in _parts(x.shape[1], LANES):
+    out[part] = tokens_down(x[:, part])
 
 
-def within_block(
-  gate: Float[Array, "1 i"], pulls: Float[Array, "1 j"], query: int, key: int
-) -> Float[Array, "j i"] | None:
-  """The discounts of pairs in one block, from the tokens `query` and `key` on; None if no query comes after a key."""
-  if query + gate.shape[1] <= key:
-    return None
-  return discounts(gate, column(pulls), query - key)
+def spread(out: Any, row: Float[Array, "1 t"]) -> None:
+  """Writes the numbers of a block's tokens down, each across a whole row."""
+  for part in _parts(row.shape[1], LANES):
+    out[part] = jnp.broadcast_to(column(row[:, part]), (LANES, out.shape[1]))
+
+
+def within_block(gate_ref: Any, piece: Piece) -> Float[Array, "j i"]:
+  """The discounts of pairs in one block."""
+  pulls = column(gate_ref[0, 0, :, piece.keys])
+  return discounts(gate_ref[0, 0, :, piece.queries], pulls, piece.queries.start - piece.keys.start)
+
+
+def scratch(*sizes: int, block: int) -> list[Any]:
+  """Memory for a block's vectors of these sizes and for its discounts, tokens down."""
+  vectors = [pltpu.VMEM((block, size), jnp.bfloat16) for size in sizes]
+  return [*vectors, pltpu.VMEM((block, piece_size(block)), jnp.float32)]

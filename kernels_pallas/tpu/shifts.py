@@ -10,7 +10,7 @@ All products have bfloat16 operands and float32 sums. VMEM is rows of 128 lanes,
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, BFloat16, Float
 
 LANES = 128  # tokens in a tile
-ROWS = 512  # features that a turn of the loop over shifts expands: the more, the shorter the matrix units wait
+ROWS = 1024  # features that a turn of the loop over shifts expands: the more, the shorter the matrix units wait
 VMEM = 60 * 2**20  # bytes that a kernel may ask for
 NT = ((1,), (1,))  # a product with the second operand transposed
 
@@ -275,6 +275,29 @@ def column(row: Float[Array, "1 t"]) -> Float[Array, "t 1"]:
   return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
 
 
+def tokens_down(x: BFloat16[Array, "d t"]) -> BFloat16[Array, "t d"]:
+  """The transpose, which the chip has in 32 bits only."""
+  return x.astype(jnp.float32).T.astype(jnp.bfloat16)
+
+
+def triangle(tiles: int) -> list[tuple[slice, int]]:
+  """Pairs inside a chunk: the queries of some tiles, and each tile of keys that any of them sees, by queries."""
+  queries = [slice(some[0] * LANES, (some[-1] + 1) * LANES) for some in side_by_side(tiles)]
+  return [(i, j) for i in queries for j in range(i.stop // LANES)]
+
+
+def begun_ahead[P, R](places: Iterable[P], begin: Callable[[P], R]) -> Iterator[tuple[P, R]]:
+  """Each place with what is begun there, one ahead: matrix units take products in the order of the program, and would
+  wait while something is made of one before the next was given to them.
+  """
+  begun: list[tuple[P, R]] = []
+  for place in places:
+    begun.append((place, begin(place)))
+    if len(begun) == 2:
+      yield begun.pop(0)
+  yield from begun
+
+
 def side_by_side(tiles: int) -> list[list[int]]:
   """The tiles by twos: a product with 256 tokens fills the matrix units of every chip."""
   return [list(range(n, min(n + 2, tiles))) for n in range(0, tiles, 2)]
@@ -285,12 +308,12 @@ def tile(n: int) -> Any:
   return pl.ds(n * LANES, LANES)
 
 
-def discounts(gate: Float[Array, "1 i"], pull: Float[Array, "j 1"], ahead: int | None = None) -> Float[Array, "j i"]:
-  """b_ij of keys j, down, and queries i, across; 0 for a key after its query, where the first query is `ahead` of the
-  first key by so many tokens, or None where all keys are before all queries.
+def discounts(gate: Float[Array, "1 i"], pull: Float[Array, "j 1"], ahead: int) -> Float[Array, "j i"]:
+  """b_ij of keys j, down, and queries i, across, the first of them so many tokens ahead of the first key; 0 for a key
+  after its query.
   """
   exponent = gate - pull
-  if ahead is not None and ahead < exponent.shape[0]:
+  if ahead < exponent.shape[0]:
     key, query = (lax.broadcasted_iota(jnp.int32, exponent.shape, axis) for axis in range(2))
     exponent = jnp.where(key <= query + ahead, exponent, -jnp.inf)
   return jnp.exp2(exponent)
