@@ -70,11 +70,13 @@ def test_spans_of_a_rotation_turn_as_the_whole_does():
   random = np.random.default_rng(0)
   beta = jnp.asarray(random.uniform(size=(2, 4 * ROWS, 3)), jnp.float32)
   starts, initial = jnp.zeros((2, 4 * ROWS), bool).at[0, 100].set(True), jnp.asarray(random.uniform(size=(2, 3, 4)))
-  phases = factors(beta, csympow.rotary_rates(8, 1000), beta.shape, starts=starts, initial=initial.astype(jnp.float32))
+  make = comparing.quick_jit(functools.partial(factors, shape=beta.shape))
+  phases = make(beta, csympow.rotary_rates(8, 1000), starts=starts, initial=initial.astype(jnp.float32))
   rotation = rotating.Rotation(beta[..., None], beta, jnp.ones(4), phases)
-  whole, spans = rotating.angles(rotation), rotating.by_spans(rotation, 2)
+  angles = comparing.quick_jit(rotating.angles)
+  whole, spans = angles(rotation), rotating.by_spans(rotation, 2)
   for n in range(2):
-    found = rotating.angles(jax.tree.map(lambda x, n=n: x[n], spans))
+    found = angles(jax.tree.map(lambda x, n=n: x[n], spans))
     tiles, tokens = slice(2 * n, 2 * n + 2), slice(2 * ROWS * n, 2 * ROWS * (n + 1))
     np.testing.assert_array_equal(found.first, whole.first[:, :, tiles])
     np.testing.assert_array_equal(found.since, whole.since[..., tokens])
@@ -82,7 +84,7 @@ def test_spans_of_a_rotation_turn_as_the_whole_does():
     np.testing.assert_array_equal(found.cycles, whole.cycles)
 
 
-@pytest.mark.parametrize(("entry", "length"), [("attention", 1e12), slow("prefill", 1e-3), ("continued", 1.0)])
+@pytest.mark.parametrize(("entry", "length"), [("attention", 1e12), slow("prefill", 1e-3), slow("continued", 1.0)])
 def test_chunks_in_turn_are_the_whole(monkeypatch, entry, length):
   """With XLA's form in the kernels' place, so that there is no rounding to hide in."""
   settings_seen = set()

@@ -180,7 +180,7 @@ INTERPRETED = [
 
 
 INTERPRETED_CHUNKS = [
-  (Case(T=100, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="continued"), 256),
+  slow(Case(T=100, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="continued"), 256),
   slow(Case(T=260, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention"), 256),
   slow(
     Case(T=700, B=1, H=1, groups=2, d=32, dv=64, gate="resets", segments="padded", dtype="bfloat16", entry="attention"),
@@ -319,6 +319,7 @@ def test_shards_of_a_split_sequence_take_the_kernels(monkeypatch):
   assert_lowers(jax.grad(run), placed[0], *ATTENTION, *STATES)
 
 
+@pytest.mark.slow
 def test_a_pass_without_gradients_writes_symmetric_states_once():
   case = Case(T=2048, B=1, H=8, groups=2, d=64, dv=64, dtype="bfloat16", entry="attention")
   run, (_, x) = attend(case, chunk=1024), gradients(case)
@@ -393,6 +394,7 @@ def test_kernels_lower_for_every_shape(d, dv, power):
   assert_lowers(*gradients(case), *ATTENTION)
 
 
+@pytest.mark.slow
 def test_wide_heads_lower_with_a_state():  # whose outputs are float32, and so take most shared memory
   case = Case(T=512, B=1, H=1, d=128, dv=128, dtype="bfloat16", entry="prefill")
   x, rest = inputs(case)

@@ -95,7 +95,7 @@ def betas(kind, T, H=2):
 
 @pytest.mark.parametrize("rates", ["rotary", "arbitrary"])
 @pytest.mark.parametrize("kind", ["random", "constant", "fixed"])
-@pytest.mark.parametrize("T", [65_536, 1_048_576])
+@pytest.mark.parametrize("T", [pytest.param(65_536, marks=pytest.mark.slow), 1_048_576])
 def test_the_phase_of_a_long_sequence_is_right_to_a_thousandth_of_a_radian(T, kind, rates):
   """The exact phase is that of the float32 rates: they are what the caller gave."""
   theta = csympow.rotary_rates(D, N) if rates == "rotary" else jnp.asarray([3.0, 1.7, 0.1, 1e-4], jnp.float32)
