@@ -37,8 +37,7 @@ def runs(model: str, variants: list[str], contexts: list[int], tokens: int):
         changes = {"model.variant": variant, "context": str(context), "batch_tokens": str(tokens)}
         yield overrides.load(str(pathlib.Path(__file__).parents[1] / "configs" / "quickstart.py"), changes)
       else:
-        remat = "dots" if context < 16_384 else "full"
-        yield Config(model=ModelConfig(variant=variant, remat=remat), context=context, batch_tokens=tokens)
+        yield Config(model=ModelConfig(variant=variant, unroll=True), context=context, batch_tokens=tokens)
 
 
 def time_step(config: Config, repeats: int):

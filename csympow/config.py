@@ -266,6 +266,10 @@ class Config:
       self.rows % self.accumulation == 0,
       f"accumulation must divide the {self.rows} rows of a batch (batch_tokens / context), got {self.accumulation}",
     )
+    _require(
+      not (self.model.unroll and self.model.variant == "softmax" and self.deterministic),
+      "model.unroll with model.variant=softmax needs deterministic=false: XLA cannot run cuDNN's backward pass so",
+    )
     ramps = self.optimizer.warmup_steps + self.optimizer.decay_steps
     _require(ramps <= self.steps, f"optimizer.warmup_steps + decay_steps must fit in steps={self.steps}, got {ramps}")
 
@@ -301,7 +305,7 @@ class Config:
 FREE = (
   *("mesh.", "log.", "checkpoint.", "guard.", "accumulation"),
   *("data.cache_mb", "data.threads", "data.prefetch", "data.tokenizer"),
-  *("model.remat", "model.form", "model.chunk_size", "model.implementation"),
+  *("model.remat", "model.unroll", "model.form", "model.chunk_size", "model.implementation"),
 )
 
 

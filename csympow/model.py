@@ -29,6 +29,7 @@ from jaxtyping import Array, Float, Integer
 
 from csympow.checks import require_count, validated
 from csympow.keys import KeyCache
+from csympow.lookup import look_up
 from csympow.nn import (
   OPTIONS,
   Cache,
@@ -41,8 +42,9 @@ from csympow.sharding import Layout
 from csympow.state import State, of_layer, with_layer
 from csympow.validation import DTYPES
 
-# What the backward pass finds stored of each layer, beside its input. "none": everything it needs. "dots": the results
-# of the projections, so that it repeats only norms, activations and the attention itself. "full": nothing.
+# What the backward pass finds stored of each layer, beside its input. "none": all but what norms and activations are
+# made of, which takes longer to fetch than to make again. "dots": the results of the projections, so that it repeats
+# the attention, too. "full": nothing.
 REMAT: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
   "none": lambda layer: layer,
   # A scan's body is compiled once: nothing could be merged across the barrier that prevent_cse would set.
@@ -72,7 +74,10 @@ class ModelConfig:
     variant: "softmax", "sympow", "sympow+gating" or "conformal".
     max_length: the constant N of the rotary rates, the longest document; never the length being run.
     gate_offset: added to the gate's logit; `csympow.nn.ConformalAttention` says why it is 0.
-    remat: what the backward pass recomputes: "none", "dots" (all but the projections) or "full" (whole layers).
+    remat: what the backward pass recomputes: "none" (norms and activations), "dots" (all but the projections) or "full"
+      (whole layers).
+    unroll: whether the program has each layer for itself instead of a loop over them. What the backward pass needs is
+      then not copied to where a loop leaves it: faster, more memory, and longer to compile.
     form: the form of the attention, as in `csympow.attention`.
     chunk_size: the chunk of the chunked form, as in `csympow.attention`.
     implementation: the implementation of the attention, as in `csympow.nn.ConformalAttention`.
@@ -92,6 +97,7 @@ class ModelConfig:
   max_length: int = 65_536
   gate_offset: float = 0.0
   remat: str = "none"
+  unroll: bool = False
   form: str = "auto"
   chunk_size: int | None = None
   implementation: str | None = None
@@ -125,6 +131,7 @@ class Block(nnx.Module):
   def __init__(self, config: ModelConfig, *, layout: Layout | None = None, rngs: nnx.Rngs) -> None:
     dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
     into_stream = _normal_init(1 / math.sqrt(2 * config.num_layers))
+    self.stores_all = config.remat == "none"
     self.attention_norm = _layer_norm(config, rngs)
     self.attention = ConformalAttention(
       **config.attention_options,
@@ -144,7 +151,13 @@ class Block(nnx.Module):
     self, x: Float[Array, "B T d_model"], segment_ids: Integer[Array, "B T"] | None = None
   ) -> Float[Array, "B T d_model"]:
     """A whole sequence."""
-    return self._mlp(x + self.attention(self.attention_norm(x), segment_ids))
+    x = x + self.attention(self._made_again(self.attention_norm)(x), segment_ids)
+    up = self._made_again(lambda x: self.up(self.mlp_norm(x)))(x)
+    return x + self._made_again(lambda up: self.down(jax.nn.gelu(up)))(up)
+
+  def _made_again(self, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """The function, of which the backward pass finds stored what it was given, and no more."""
+    return jax.checkpoint(function, prevent_cse=False) if self.stores_all else function
 
   def prefill(
     self, x: Float[Array, "B T d_model"], cache: Cache, segment_ids: Integer[Array, "B T"] | None = None
@@ -251,7 +264,9 @@ class Transformer(nnx.Module):
       block = nnx.merge(graphdef, parameters)
       return self._laid_out(block(x, segment_ids)), block.gates(x) if with_gates else (None, None)
 
-    x, gates = lax.scan(REMAT[self.config.remat](layer), self._laid_out(self._embed(tokens)), layers)
+    through = REMAT[self.config.remat](layer)
+    x = self._laid_out(self._embed(tokens, look_up if self.layout is None else self.layout.look_up))
+    x, gates = lax.scan(through, x, layers, unroll=self.config.unroll)
     return self.final_norm(x), gates
 
   def logits(self, hidden: Float[Array, "*lead d_model"]) -> Float[Array, "*lead padded_vocab_size"]:
@@ -306,11 +321,13 @@ class Transformer(nnx.Module):
   def _laid_out(self, x: Float[Array, "B T d_model"]) -> Float[Array, "B T d_model"]:
     return x if self.layout is None else self.layout.constrain(x, "batch", "time", "width")
 
-  def _embed(self, tokens: Integer[Array, "*lead"]) -> Float[Array, "*lead d_model"]:
+  def _embed(
+    self, tokens: Integer[Array, "*lead"], find: Callable[[Array, Array], Array] = look_up
+  ) -> Float[Array, "*lead d_model"]:
     table = self.embedding.embedding[...]
     if self.layout is not None:
       table = self.layout.constrain(table, None, None)  # a gather from a split table would gather the batch instead
-    x: Array = self.embedding_norm(jnp.take(table, tokens, axis=0))
+    x: Array = self.embedding_norm(find(table, tokens))
     return x
 
   def _extend(

@@ -11,12 +11,14 @@ import functools
 from typing import Any
 
 import jax
+from jax import lax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Integer
 
 import csympow
 from csympow import context, softmax
+from csympow.lookup import look_up
 
 AXES = ("data", "fsdp", "tensor", "context")
 
@@ -102,6 +104,18 @@ class Layout:
       raise KeyError(f"csympow.sharding.PARAMETERS has no row for {name}")
 
     return jax.tree_util.tree_map_with_path(find, tree)
+
+  def look_up(self, table: Float[Array, "V d"], tokens: Integer[Array, "B T"]) -> Float[Array, "B T d"]:
+    """`csympow.lookup.look_up` of tokens that lie on the mesh, each device adding up the gradients of its own."""
+    lie = self.rules.spec("batch", "time")
+    axes = tuple(axis for axis in self.mesh.axis_names if axis in jax.tree.leaves(tuple(lie)))
+
+    def find(table: Array, tokens: Array) -> Array:
+      return look_up(lax.pcast(table, axes, to="varying"), tokens)
+
+    mapped = jax.shard_map(find, mesh=self.mesh, in_specs=(PartitionSpec(), lie), out_specs=PartitionSpec(*lie, None))
+    found: Array = mapped(table, tokens)
+    return found
 
   def attention(
     self,

@@ -87,6 +87,7 @@ def test_overrides_that_only_make_sense_together_are_taken_together():
     ("data.train", "mine.zarr", "data.heldout=embedded is no held-out part of data.train=mine.zarr"),
     ("context", "48", "batch_tokens must be a multiple of context=48"),
     ("accumulation", "3", "accumulation must divide the 8 rows"),
+    ("model.unroll", "often", "model.unroll must be true or false"),
     ("model.variant", "linear", "model.variant must be one of"),
     ("model.num_heads", "0", "model.num_heads must be"),
     ("optimizer.warmup_steps", "99", "must fit in steps=40"),
@@ -119,6 +120,13 @@ def test_a_config_file_that_is_none_is_refused_in_one_line(tmp_path, text, told)
     overrides.load(str(tmp_path / "c.py"))
   assert told in str(caught.value)
   assert "\n" not in str(caught.value)
+
+
+def test_softmax_is_not_both_unrolled_and_deterministic():
+  changes = {"model.variant": "softmax", "model.unroll": "true"}
+  with pytest.raises(ConfigError, match=r"^model\.unroll with model\.variant=softmax needs deterministic=false"):
+    overrides.load(TINY, changes)
+  assert overrides.load(TINY, changes | {"deterministic": "false"}).model.unroll
 
 
 def test_a_missing_config_file_is_told_with_the_nearest():

@@ -138,7 +138,8 @@ def _whole_checkpoint(directory: Path, step: int | None) -> int:
 
 def _model(config: Config, checkpoint: Path) -> Transformer:
   # What may differ between the parts of a run says how to train fast where it was trained.
-  shape = dataclasses.replace(config.model, remat="none", form="auto", chunk_size=None, implementation=None)
+  how: dict[str, Any] = {"remat": "none", "unroll": False, "form": "auto", "chunk_size": None, "implementation": None}
+  shape = dataclasses.replace(config.model, **how)
   graphdef, parameters = nnx.split(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
   device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   abstract: Any = jax.tree.map(

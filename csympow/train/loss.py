@@ -1,5 +1,12 @@
-"""The loss, a block of positions at a time: all logits of a batch of 524,288 tokens would take 105 GB."""
+"""The loss, a block of positions at a time: all logits of a batch of 524,288 tokens would take 105 GB.
 
+    nll = log sum_w exp(l_w) - l_target          dl = softmax(l) - [w = target]
+
+A block's gradient is made while its logits are there, so that none is computed twice: the backward pass has but a
+number to multiply it by.
+"""
+
+import functools
 from typing import NamedTuple
 
 import jax
@@ -16,8 +23,8 @@ _LOGITS_AT_ONCE = 2**26  # numbers, on each device
 class Loss(NamedTuple):
   """Sums over the positions that have a target."""
 
-  nll: Float[Array, ""]  # nats
-  z: Float[Array, ""]  # squared log normalisers
+  objective: Float[Array, ""]  # nll, and the weighted squares of the log normalisers
+  nll: Float[Array, ""]  # nats, to be looked at: it has no gradient
 
 
 def token_losses(
@@ -26,14 +33,22 @@ def token_losses(
   """-log p of each target in nats, 0 where it is negative, and the log normaliser there."""
   valid = targets >= 0
   log_normaliser = jax.nn.logsumexp(logits, axis=-1)
-  found = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-  return jnp.where(valid, log_normaliser - found, 0.0), jnp.where(valid, log_normaliser, 0.0)
+  nll = log_normaliser - _of_targets(logits, targets)
+  return jnp.where(valid, nll, 0.0), jnp.where(valid, log_normaliser, 0.0)
+
+
+def _of_targets(logits: Float[Array, "*lead V"], targets: Int[Array, "*lead"]) -> Float[Array, "*lead"]:
+  return jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
 
 
 def cross_entropy(
-  model: Transformer, hidden: Float[Array, "B T d_model"], targets: Int[Array, "B T"], layout: Layout | None
+  model: Transformer,
+  hidden: Float[Array, "B T d_model"],
+  targets: Int[Array, "B T"],
+  layout: Layout | None,
+  z_loss: float = 0.0,
 ) -> Loss:
-  """The summed loss of a batch; logits are recomputed in the backward pass.
+  """The summed loss of a batch.
 
   Positions are cut so that each block holds the same share of every device's part of the sequence.
   """
@@ -44,16 +59,75 @@ def cross_entropy(
   def cut(x: Array) -> Array:
     return jnp.moveaxis(x.reshape(batch, shards, -1, block, *x.shape[2:]), 2, 0)
 
-  @jax.checkpoint
-  def one(total: Loss, x: tuple[Array, Array]) -> tuple[Loss, None]:
-    logits = model.logits(x[0])
-    if layout is not None:
-      logits = layout.constrain(logits, "batch", "time", None, "vocab")
-    nll, log_normaliser = token_losses(logits, x[1])
-    return Loss(total.nll + nll.sum(), total.z + jnp.sum(log_normaliser**2)), None
+  how = _How(model.config.vocab_size, z_loss, layout)
+  loss = _summed(cut(hidden), model.embedding.embedding[...], cut(targets), how)
+  return loss._replace(nll=lax.stop_gradient(loss.nll))
+
+
+class _How(NamedTuple):
+  """What the loss depends on beside arrays."""
+
+  vocab_size: int  # without padding
+  z_loss: float
+  layout: Layout | None
+
+
+type _Gradients = tuple[Float[Array, "n B s t d"], Float[Array, "V d"]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _summed(
+  hidden: Float[Array, "n B s t d"], embedding: Float[Array, "V d"], targets: Int[Array, "n B s t"], how: _How
+) -> Loss:
+  return _forward(hidden, embedding, targets, how, save=False)[0]
+
+
+def _forward(
+  hidden: Float[Array, "n B s t d"],
+  embedding: Float[Array, "V d"],
+  targets: Int[Array, "n B s t"],
+  how: _How,
+  save: bool = True,
+) -> tuple[Loss, _Gradients | None]:
+  table, token = embedding.astype(hidden.dtype), jnp.arange(len(embedding))
+  real = token < how.vocab_size
+
+  def add(
+    total: tuple[Loss, Array | None], x: tuple[Array, Array]
+  ) -> tuple[tuple[Loss, Array | None], Float[Array, "B s t d"] | None]:
+    (loss, dembedding), (hidden, targets) = total, x
+    logits = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+    if how.layout is not None:
+      logits = how.layout.constrain(logits, "batch", "time", None, "vocab")
+    valid, chosen = targets >= 0, token == targets[..., None]
+    log_normaliser = jax.nn.logsumexp(logits, axis=-1, where=real)
+    nll = jnp.where(valid, log_normaliser - _of_targets(logits, targets), 0.0)
+    z = jnp.where(valid, how.z_loss * log_normaliser**2, 0.0)
+    loss = Loss(loss.objective + jnp.sum(nll + z), loss.nll + jnp.sum(nll))
+    if dembedding is None:
+      return (loss, None), None
+    # Rounded, for left in float32 it would make both products float32 ones.
+    slope = 1 + 2 * how.z_loss * log_normaliser[..., None]
+    dlogits = slope * jnp.where(real, jnp.exp(logits - log_normaliser[..., None]), 0.0) - chosen
+    dlogits = jnp.where(valid[..., None], dlogits, 0.0).astype(hidden.dtype)
+    # A sum over all blocks, in float32.
+    dembedding += jnp.einsum("...v,...d->vd", dlogits, hidden, preferred_element_type=jnp.float32)
+    return (loss, dembedding), jnp.einsum("...v,vd->...d", dlogits, table)
 
   zero = jnp.zeros((), jnp.float32)
-  return lax.scan(one, Loss(zero, zero), (cut(hidden), cut(targets)))[0]
+  start = Loss(zero, zero), jnp.zeros(embedding.shape, jnp.float32) if save else None
+  (loss, dembedding), dhidden = lax.scan(add, start, (hidden, targets))
+  if dembedding is None or dhidden is None:
+    return loss, None
+  return loss, (dhidden, dembedding.astype(embedding.dtype))
+
+
+def _backward(how: _How, gradients: _Gradients, cotangent: Loss) -> tuple[Array, Array, None]:
+  dhidden, dembedding = (cotangent.objective * x for x in gradients)
+  return dhidden.astype(gradients[0].dtype), dembedding.astype(gradients[1].dtype), None
+
+
+_summed.defvjp(_forward, _backward)
 
 
 def _block(batch: int, time: int, vocab: int, layout: Layout | None) -> int:

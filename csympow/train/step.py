@@ -89,7 +89,8 @@ class Program:
       table = self.layout.constrain(parameters["embedding"]["embedding"], "vocab", None)
       parameters = parameters | {"embedding": {"embedding": table}}
     model = self.model(parameters)
-    return cross_entropy(model, model.hidden(batch.tokens, batch.segment_ids), batch.targets, self.layout)
+    hidden = model.hidden(batch.tokens, batch.segment_ids)
+    return cross_entropy(model, hidden, batch.targets, self.layout, self.config.optimizer.z_loss)
 
   def step(self, state: TrainState, batch: Batch, stop: Int[Array, "devices"]) -> tuple[TrainState, Metrics]:
     """One update, or none if the loss or the gradient is bad."""
@@ -131,7 +132,7 @@ class Program:
 
     def loss_of(parameters: Any, part: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
       loss = self.summed_loss(parameters, part)
-      return (loss.nll + self.config.optimizer.z_loss * loss.z) / count, loss.nll / count
+      return loss.objective / count, loss.nll / count
 
     differentiate = jax.grad(loss_of, has_aux=True)
     if self.config.accumulation == 1:
