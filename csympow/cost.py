@@ -13,6 +13,7 @@ from typing import Literal
 import jax
 
 from csympow.features import feature_dim
+from csympow.forms.expanded import COLUMNS
 from kernels_pallas.gpu.tiles import BLOCK, STATE_WIDTH, TILE, attention_widths
 from kernels_pallas.tpu.pairs import block_size
 from kernels_pallas.tpu.shifts import LANES, largest_chunk
@@ -214,7 +215,7 @@ def _chunked_in_turn(shape: Shape, chunk_size: int | None, device: Device) -> Pl
   inside = _attention_kernels(dataclasses.replace(shape, time=chunk, needs_state=False), None, device)
   tile = BLOCK * _divisor(chunk // BLOCK, _EXPANDED // expanded_bytes(shape, BLOCK))
   expanded = chunks * expanded_bytes(shape, chunk) * (shape.query_heads + shape.heads) // shape.query_heads
-  state = 3 * expanded // 4 * 2 * (shape.value_dim + 8)  # 4 bytes of a feature, and three products
+  state = 3 * expanded // 4 * 2 * (shape.value_dim + COLUMNS)  # 4 bytes of a feature, and three products
   states = chunks * (chunk // tile) * 6 * shape.state_bytes
   flops, traffic = chunks * inside.flops + state, chunks * inside.bytes + 2 * expanded + states
   steps = chunks * (20 + 20 * chunk // tile)

@@ -131,8 +131,9 @@ def _carried_over(start: Float[Array, "#B #H r"], turned: Total) -> Float[Array,
 def _hashed(units: Float[Array, "B H r"]) -> Float[Array, "B H r"]:
   """Numbers in [0, 1) that differ from pair to pair and change when a pair's own phase does, the first's or the last's.
 
-  One of those two turns by more than a unit of the grid where any pair does, unless it turns by whole turns: then the
-  other does not. (A sum over all pairs would be one more launch of every step.)
+  A pair that turns too slowly for its own phase to change must still get another number at every step. Rates rise or
+  fall from pair to pair, so one of the two ends is the fastest; should it turn by exactly whole turns, and so seem to
+  stand still, there is the other. (A sum over all pairs would be one more launch of every step.)
   """
   own, place = units.astype(jnp.uint32), jnp.arange(units.shape[-1], dtype=jnp.uint32)
   ends = own[..., :1] * np.uint32(0xC2B2AE35) + own[..., -1:] * np.uint32(0x27D4EB2F)

@@ -39,11 +39,13 @@ def test_a_state_by_features_in_memory_is_the_state(d, power, T, group):
   D = feature_dim(d, power)
   start = memory.Memory(normal(1, 1, D, dv), jnp.abs(normal(1, 1, D, 1)))
   state = memory.write(start, written, settings)
+  noisy = memory.Memory(state.S, normal(1, 1, D, 1))  # many normalisers are negative
+  assert 0.2 < jnp.mean(memory.read(noisy, q, settings).denominator == 0) < 0.8
 
   def results(states):
-    dmemory, dq = states.read_backward(state, q, cotangent, start, settings)
+    dmemory, dq = states.read_backward(noisy, q, cotangent, start, settings)
     dk, dv = states.write_backward(state, written, settings)
-    found = {"written": states.write(start, written, settings), "read": states.read(state, q, settings)}
+    found = {"written": states.write(start, written, settings), "read": states.read(noisy, q, settings)}
     return found | {"dmemory": dmemory, "dq": dq, "dk": dk, "dv": dv}
 
   found, exact = (jax.tree_util.tree_leaves_with_path(results(states)) for states in (expanded, memory))

@@ -48,7 +48,7 @@ def read_backward(
     noise = _gathered(state, phi).denominator < 0  # see memory.without_noise
     given = _joined(*for_each(lambda x: jnp.where(noise, 0.0, x), dsum))
     added = _added(phi, given, memory)
-    return for_each(jnp.add, total, added), _contracted(q, _met("bhgtc,bhfc->bhgft", given, state), settings)
+    return for_each(jnp.add, total, added), _contracted(q, _met(given, state), settings)
 
   dmemory, dq = lax.scan(add_tile, dmemory, split((q, dsums), settings.tile))
   return dmemory, merge(dq)
@@ -73,7 +73,7 @@ def write_backward(
   def transpose_tile(x: Written) -> tuple[Float[Array, "B H t d"], Float[Array, "B H t dv"]]:
     keys = x.k[:, :, None]
     dv = _gathered(dstate, _expanded(keys, settings)).numerator[:, :, 0] * x.discount
-    return _contracted(keys, _met("bhgtc,bhfc->bhgft", _joined(*_values(x)), dstate), settings)[:, :, 0], dv
+    return _contracted(keys, _met(_joined(*_values(x)), dstate), settings)[:, :, 0], dv
 
   return merge(lax.map(transpose_tile, split(x, settings.tile)))
 
@@ -123,10 +123,10 @@ def _product(subscripts: str, phi: _Pair, x: _Pair) -> Float[Array, "*lead c"]:
   return jnp.add(*jnp.split(high, 2, axis=-1)) + _einsum(subscripts, phi.low, x.high)
 
 
-def _met(subscripts: str, x: _Pair, y: _Pair) -> Float[Array, "..."]:
-  """A product over columns."""
-  left, right = (x.high, x.high, x.low), (y.high, y.low, y.high)
-  return _einsum(subscripts, jnp.concatenate(left, axis=-1), jnp.concatenate(right, axis=-1))
+def _met(tokens: _Pair, state: _Pair) -> Float[Array, "B H g F t"]:
+  """What each token's columns find in those of each feature: the cotangents of features."""
+  left, right = (tokens.high, tokens.high, tokens.low), (state.high, state.low, state.high)
+  return _einsum("bhgtc,bhfc->bhgft", jnp.concatenate(left, axis=-1), jnp.concatenate(right, axis=-1))
 
 
 def _einsum(subscripts: str, *operands: BFloat16[Array, "..."]) -> Float[Array, "..."]:

@@ -1,7 +1,7 @@
 """Features in memory, on Hopper, for powers whose states no kernel holds: expanded for matrix products that are XLA's.
 
     expanded     phi_f = w_f x_a x_b ...            a, b, ...: the p coordinates that feature f is a product of
-    contracted   dx_a  = sum_f dphi_f dphi_f / dx_a
+    contracted   dx_a  = sum_f dphi_f (d phi_f / d x_a)
 
 Time stands last: a thread has two neighbouring tokens, so a feature is a product of p vectors whatever its coordinates
 are, which come from a table.
