@@ -135,6 +135,20 @@ def test_chunks_in_turn_lower():
   assert_lowers(*gradients(case, chunk=8192), *ATTENTION[:-1], "expanded", "contracted")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["attention", "continued"])
+def test_chunks_in_turn_lower_inside_shard_map(entry):
+  case = Case(T=600, B=2, H=1, groups=2, d=16, dv=16, power=4, segments="padded", dtype="bfloat16", entry=entry)
+  x, rest = inputs(case)
+  rest = {name: array[:1] if name == "segment_ids" else array for name, array in rest.items()}
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+  mapped = jax.shard_map(
+    lambda x: attend(case, chunk=256)(x, rest)["y"], mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")
+  )
+  gradient = jax.grad(lambda x: mapped(x).astype(jnp.float32).sum())
+  assert_lowers(gradient, x, "expanded", "contracted", "attention_backward")
+
+
 ON_THE_CHIP = comparing.covering(
   sizes=[{"d": 16, "dv": 64}, {"d": 16, "dv": 16}],
   length=[{"T": T} for T in (1, 257, 600, 1300)],

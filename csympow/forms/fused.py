@@ -97,8 +97,9 @@ def _forward(
     sums = Sums(heads_first(high.reshape(shape)) * weight, weight)
     sums = for_each(lambda near, far: near + decay.since_start[:, :, None] * far, sums, carried)
     high = time_first(over_normaliser(*sums)).reshape(high.shape)
-    denominator = jnp.where(sums.denominator <= SMALLEST, 0.0, sums.denominator)  # in the kernels' scale it is larger
-    normaliser = _in_kernels_scale(denominator, x, settings.power)
+    # What counts as empty must do so in the kernels' scale, too, where it is larger.
+    empty_row = (sums.denominator <= SMALLEST).reshape(normaliser.shape)
+    normaliser = jnp.where(empty_row, 0.0, _in_kernels_scale(sums.denominator, x, settings.power))
   final = None
   if return_memory:
     initial = empty(k, v, settings.power) if memory is None else memory
