@@ -330,8 +330,27 @@ def vary_as(like: Array) -> Callable[..., jax.ShapeDtypeStruct]:
 
 
 def on_chip(kernel: Callable[..., Any], interpret: Any, *arguments: Any) -> Any:
-  """Runs a kernel; where the program is compiled for no TPU, as XLA's code, right if not fast."""
-  varying = jax.typeof(jax.tree.leaves(arguments)[0]).manual_axis_type.varying
-  if interpret is not None or varying:  # plain interpretation knows nothing of the axes of shard_map
-    return kernel(*arguments, interpret=interpret)
-  return lax.platform_dependent(*arguments, tpu=kernel, default=functools.partial(kernel, interpret=True))
+  """Runs a kernel; where the program is compiled for no TPU, as XLA's code, right if not fast.
+
+  Every array's first axis is the batch, and what vmap adds goes into it: Pallas would cut arrays that stay in memory,
+  and does not lower that.
+  """
+
+  @jax.custom_batching.custom_vmap
+  def run(*arguments: Any) -> Any:
+    varying = jax.typeof(jax.tree.leaves(arguments)[0]).manual_axis_type.varying
+    if interpret is not None or varying:  # plain interpretation knows nothing of the axes of shard_map
+      return kernel(*arguments, interpret=interpret)
+    return lax.platform_dependent(*arguments, tpu=kernel, default=functools.partial(kernel, interpret=True))
+
+  @run.def_vmap
+  def as_larger_batch(size: int, batched: Any, *arguments: Any) -> tuple[Any, Any]:
+    def merged(x: Array, has_axis: bool) -> Array:
+      every = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+      return every.reshape(-1, *every.shape[2:])
+
+    merged_arguments = jax.tree.map(merged, arguments, tuple(batched))
+    results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), run(*merged_arguments))
+    return results, jax.tree.map(lambda _: True, results)
+
+  return run(*arguments)
