@@ -18,3 +18,15 @@ def test_what_a_sum_misses_is_not_put_where_little_was_added():
   np.testing.assert_allclose(found.sum(axis=1), exact.sum(axis=1), rtol=1e-4, atol=0.1)
   before, after = (np.abs(x[:, :quiet] - exact[:, :quiet]).max() for x in (rounded, found))
   assert after < 2 * before
+
+
+def test_what_no_state_reached_is_left_as_it_was():
+  random = np.random.default_rng(1)
+  tokens, reached = 64, 48
+  parts = tuple(jnp.asarray(random.normal(size=(1, tokens, 1)), jnp.float32) for _ in range(2))
+  none = jnp.zeros((1, tokens, 1))
+  reach = anchors.Reach(none, none.at[:, reached:].set(1.0))
+  ends = jnp.asarray([0.0, 3.0])[None, :, None]
+  found = np.asarray(anchors._anchored(parts, ends, reach))
+  np.testing.assert_array_equal(found[:, :reached], np.asarray(parts[0] + parts[1])[:, :reached])
+  np.testing.assert_allclose(found.sum(), 3.0, rtol=1e-5)

@@ -106,7 +106,8 @@ def _backward(
   ends = _joined(saved, found, dfound, dfinal, dinitial)
   pulls = near.pulls_of(*vectors(x), dq, dk, saved.rotation, power=2)
   turned = None if saved.rotation is None else _turned(ends, x.k.shape[2])
-  dlog_gate, drotation = anchors.cotangents(pulls, anchors.Ends(_pulled(ends, weight), turned), saved.rotation)
+  by_state = anchors.Ends(_pulled(ends, weight), turned)
+  dlog_gate, drotation = anchors.cotangents(pulls, by_state, saved.rotation, reach=_reach(x))
 
   dq = 2 * dq * near.power_of_two(-saved.scales.q)
   dk = 2 * dk[..., 0, :] * near.power_of_two(-saved.scales.top)[:, None]
@@ -129,6 +130,11 @@ def _rows(saved: _Saved, dy: Float[Array, "B T H g dv"]) -> chunked_backward.Row
     far=inverse * heard * jnp.exp2(saved.chunks.gate)[:, :, None],
     delta=jnp.sum(rounded * y, axis=3, keepdims=True),
   )
+
+
+def _reach(x: Chunks) -> anchors.Reach:
+  """Discounts: what a gate or a new document cuts off from a state gets nothing of it."""
+  return anchors.Reach(*(jnp.moveaxis(row[:, :, 0], 1, 2) for row in (jnp.exp2(x.gate), x.until)))
 
 
 class _Joined(NamedTuple):
