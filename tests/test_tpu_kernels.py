@@ -78,19 +78,18 @@ def assert_right(case):
   run = comparing.quick_jit(lambda x, w: comparing.with_gradients(lambda x: attend(case, STRICT)(x, rest), x, w))
   results = jax.tree.map(np.asarray, run(x, cotangents(case)))
   expected = reference(case)
-  dbeta = results.pop("dbeta", None)
-  tolerance = {"bfloat16": 5e-3, "float16": 7e-3}[case.dtype] if case.entry == "attention" else 8e-3
-  assert_results_close(results, expected, tolerance)
-  if dbeta is None:
-    return
+  of_dtype = {"bfloat16": 5e-3, "float16": 7e-3}[case.dtype]
   if case.entry == "attention":
-    comparing.assert_close(dbeta, expected["dbeta"], 8e-3, "dbeta")  # the rest of sums that cancel
-    return
-  valid, run = runs_of(x, rest)
-  comparing.assert_close(dbeta, expected["dbeta"], 5e-3, "dbeta", exact=turns_added(x, rest, expected))
-  inner = valid & (run > 0) & (run < run[:, -1:])
-  if np.any(inner):
-    comparing.assert_close(dbeta[inner], expected["dbeta"][inner], 8e-3, "dbeta of runs with no state at either end")
+    turned = {name: results.pop(name) for name in ("dbeta",) if name in results}
+    assert_results_close(turned, expected, 8e-3)  # the rest of sums that cancel
+  else:
+    inner = without_state(x, rest)
+    for name, added in added_by_tokens(x, rest, expected, case.power).items():
+      found = results.pop(name)
+      comparing.assert_close(found, expected[name], of_dtype, name, exact=added)
+      if np.any(inner):
+        comparing.assert_close(found[inner], expected[name][inner], 8e-3, f"{name} of runs with no state at either end")
+  assert_results_close(results, expected, of_dtype if case.entry == "attention" else 8e-3)
 
 
 def runs_of(x, rest):
@@ -99,22 +98,39 @@ def runs_of(x, rest):
   return valid, np.cumsum(begins, axis=1)
 
 
-def turns_added(x, rest, expected):
-  """The root of the squares of what each beta's gradient is a sum of: what this and later tokens of the run add by each
-  pair of coordinates, as lengths.
+def without_state(x, rest):
+  """Which tokens belong to runs with no state at either end."""
+  valid, run = runs_of(x, rest)
+  return valid & (run > 0) & (run < run[:, -1:])
+
+
+def added_by_tokens(x, rest, expected, power):
+  """The root of the squares of what the gradients of gates and betas are sums of: what tokens of the run add by each
+  pair of coordinates, as lengths, those before a gate and those from a beta on; and what is in an initial state.
 
   Through a state whose cotangent is random the sum is of that order, but now and then near 0; its rounding is not.
   """
-  x, rates = comparing.float64((x, rest["rates"]))
-  B, T, H, d = x["k"].shape
-
-  def added(name):
-    lengths = (np.linalg.norm(a.reshape(B, T, H, -1, d // 2, 2), axis=-1) for a in (x[name], expected[f"d{name}"]))
-    return np.sum(np.square(rates * math.prod(lengths)), axis=(3, 4))
-
   valid, run = runs_of(x, rest)
-  later = (run[:, :, None] == run[:, None]) & np.triu(np.ones((T, T), bool)) & valid[..., None]
-  return np.sqrt(np.einsum("btu,buh->bth", later, added("q") + added("k")))
+  x, rest = comparing.float64((x, rest))
+  B, T, H, d = x["k"].shape
+  together = (run[:, :, None] == run[:, None]) & valid[..., None]
+
+  def added(speed, tokens):
+    squares = 0.0
+    for name in ("q", "k"):
+      lengths = (np.linalg.norm(a.reshape(B, T, H, -1, d // 2, 2), axis=-1) for a in (x[name], expected[f"d{name}"]))
+      squares += np.sum(np.square(speed * math.prod(lengths)), axis=(3, 4))
+    return np.einsum("btu,buh->bth", together & tokens, squares)
+
+  found = {}
+  if "log_gate" in x:
+    from_state = sum(
+      np.sum((x[n] * expected[f"d{n}"]).reshape(B, 1, H, -1) ** 2, axis=-1) for n in ("S", "Z") if n in x
+    )
+    found["dlog_gate"] = np.sqrt(added(1 / power, np.tri(T, k=-1, dtype=bool)) + (run == 0)[..., None] * from_state)
+  if "beta" in x:
+    found["dbeta"] = np.sqrt(added(rest["rates"], np.tri(T, dtype=bool).T))
+  return found
 
 
 @pytest.fixture
