@@ -37,7 +37,8 @@ def runs(model: str, variants: list[str], contexts: list[int], tokens: int):
         changes = {"model.variant": variant, "context": str(context), "batch_tokens": str(tokens)}
         yield overrides.load(str(pathlib.Path(__file__).parents[1] / "configs" / "quickstart.py"), changes)
       else:
-        yield Config(model=ModelConfig(variant=variant, unroll=True), context=context, batch_tokens=tokens)
+        model = ModelConfig(variant=variant, unroll=True)
+        yield Config(model=model, context=context, batch_tokens=tokens, deterministic=False)
 
 
 def time_step(config: Config, repeats: int):

@@ -266,10 +266,6 @@ class Config:
       self.rows % self.accumulation == 0,
       f"accumulation must divide the {self.rows} rows of a batch (batch_tokens / context), got {self.accumulation}",
     )
-    _require(
-      not (self.model.unroll and self.model.variant == "softmax" and self.deterministic),
-      "model.unroll with model.variant=softmax needs deterministic=false: XLA cannot run cuDNN's backward pass so",
-    )
     ramps = self.optimizer.warmup_steps + self.optimizer.decay_steps
     _require(ramps <= self.steps, f"optimizer.warmup_steps + decay_steps must fit in steps={self.steps}, got {ramps}")
 
@@ -277,6 +273,15 @@ class Config:
   def rows(self) -> int:
     """Rows of a step's batch."""
     return self.batch_tokens // self.context
+
+  def check_platform(self, platform: str) -> None:
+    """Raises a ConfigError for what a program compiled for this platform would fail at when it runs."""
+    both = self.model.unroll and self.deterministic
+    _require(
+      not (both and self.model.variant == "softmax" and platform in ("gpu", "cuda")),
+      "model.unroll=true with model.variant=softmax: XLA cannot run cuDNN's deterministic backward pass unrolled; "
+      "set model.unroll=false, or in a new workdir deterministic=false",
+    )
 
   def check_mesh(self, sizes: dict[str, int]) -> None:
     """Raises a ConfigError unless the batch, the context and the model divide over a mesh of these sizes."""

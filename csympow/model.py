@@ -11,7 +11,7 @@ A fresh 124M model starts at a loss near 15, not ln V = 10.8: behind its LayerNo
 stream, and being tied to the logits it bets on the token just read. The first steps unlearn that.
 
 Parameters are float32 and matrix products bfloat16. The layers are one block whose parameters carry a leading layer
-axis, under a scan: a program of 48 layers compiles as fast as one of 2.
+axis, under a scan: a program of 48 layers compiles as fast as one of 2, unless it is unrolled.
 """
 
 import dataclasses
@@ -42,16 +42,13 @@ from csympow.sharding import Layout
 from csympow.state import State, of_layer, with_layer
 from csympow.validation import DTYPES
 
-# What the backward pass finds stored of each layer, beside its input. "none": all but what norms and activations are
-# made of, which takes longer to fetch than to make again. "dots": the results of the projections, so that it repeats
-# the attention, too. "full": nothing.
-REMAT: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-  "none": lambda layer: layer,
-  # A scan's body is compiled once: nothing could be merged across the barrier that prevent_cse would set.
-  "dots": functools.partial(
-    jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-  ),
-  "full": functools.partial(jax.checkpoint, prevent_cse=False),
+# What the backward pass finds stored of each layer, beside its input. "none": everything, or in a loop over the layers
+# all but what norms and activations are made of, which takes longer to copy than to make again. "dots": the results of
+# the projections, so that it repeats norms, activations and the attention itself. "full": nothing.
+REMAT: dict[str, Callable[..., bool] | None] = {
+  "none": None,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "full": jax.checkpoint_policies.nothing_saveable,
 }
 
 # Finite, unlike -inf: p log p and a division by a small temperature stay finite, and yet exp of it is 0.
@@ -74,8 +71,8 @@ class ModelConfig:
     variant: "softmax", "sympow", "sympow+gating" or "conformal".
     max_length: the constant N of the rotary rates, the longest document; never the length being run.
     gate_offset: added to the gate's logit; `csympow.nn.ConformalAttention` says why it is 0.
-    remat: what the backward pass recomputes: "none" (norms and activations), "dots" (all but the projections) or "full"
-      (whole layers).
+    remat: what the backward pass recomputes: "none" (norms and activations at most), "dots" (all but the projections)
+      or "full" (whole layers).
     unroll: whether the program has each layer for itself instead of a loop over them. What the backward pass needs is
       then not copied to where a loop leaves it: faster, more memory, and longer to compile.
     form: the form of the attention, as in `csympow.attention`.
@@ -110,6 +107,8 @@ class ModelConfig:
     check_options(self.attention_options)
     if self.remat not in REMAT:
       raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {self.remat!r}")
+    if self.unroll not in (False, True):
+      raise ValueError(f"unroll must be true or false, got {self.unroll!r}")
     for name in ("dtype", "param_dtype"):
       if getattr(self, name) not in DTYPES:
         raise ValueError(f"{name} must be one of {', '.join(DTYPES)}, got {getattr(self, name)!r}")
@@ -131,7 +130,7 @@ class Block(nnx.Module):
   def __init__(self, config: ModelConfig, *, layout: Layout | None = None, rngs: nnx.Rngs) -> None:
     dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
     into_stream = _normal_init(1 / math.sqrt(2 * config.num_layers))
-    self.stores_all = config.remat == "none"
+    self.makes_again = config.remat == "none" and not config.unroll
     self.attention_norm = _layer_norm(config, rngs)
     self.attention = ConformalAttention(
       **config.attention_options,
@@ -151,13 +150,7 @@ class Block(nnx.Module):
     self, x: Float[Array, "B T d_model"], segment_ids: Integer[Array, "B T"] | None = None
   ) -> Float[Array, "B T d_model"]:
     """A whole sequence."""
-    x = x + self.attention(self._made_again(self.attention_norm)(x), segment_ids)
-    up = self._made_again(lambda x: self.up(self.mlp_norm(x)))(x)
-    return x + self._made_again(lambda up: self.down(jax.nn.gelu(up)))(up)
-
-  def _made_again(self, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """The function, of which the backward pass finds stored what it was given, and no more."""
-    return jax.checkpoint(function, prevent_cse=False) if self.stores_all else function
+    return self._mlp(x + self.attention(self._made_again(self.attention_norm)(x), segment_ids))
 
   def prefill(
     self, x: Float[Array, "B T d_model"], cache: Cache, segment_ids: Integer[Array, "B T"] | None = None
@@ -178,7 +171,12 @@ class Block(nnx.Module):
     return self.attention.gates(self.attention_norm(x))
 
   def _mlp(self, x: Float[Array, "*lead d_model"]) -> Float[Array, "*lead d_model"]:
-    return x + self.down(jax.nn.gelu(self.up(self.mlp_norm(x))))
+    up = self._made_again(lambda x: self.up(self.mlp_norm(x)))(x)
+    return x + self._made_again(lambda up: self.down(jax.nn.gelu(up)))(up)
+
+  def _made_again(self, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """The function, of which the backward pass finds stored what it was given, and no more."""
+    return jax.checkpoint(function, prevent_cse=False) if self.makes_again else function
 
 
 def _check_sequence(given: Mapping[str, Any]) -> None:
@@ -264,9 +262,12 @@ class Transformer(nnx.Module):
       block = nnx.merge(graphdef, parameters)
       return self._laid_out(block(x, segment_ids)), block.gates(x) if with_gates else (None, None)
 
-    through = REMAT[self.config.remat](layer)
+    through, policy = layer, REMAT[self.config.remat]
+    if policy is not None:
+      # Between the bodies of two loops nothing can be merged, so they need no barrier against it.
+      through = jax.checkpoint(layer, policy=policy, prevent_cse=self.config.unroll)
     x = self._laid_out(self._embed(tokens, look_up if self.layout is None else self.layout.look_up))
-    x, gates = lax.scan(through, x, layers, unroll=self.config.unroll)
+    x, gates = lax.scan(through, x, layers, unroll=bool(self.config.unroll))
     return self.final_norm(x), gates
 
   def logits(self, hidden: Float[Array, "*lead d_model"]) -> Float[Array, "*lead padded_vocab_size"]:

@@ -122,11 +122,13 @@ def test_a_config_file_that_is_none_is_refused_in_one_line(tmp_path, text, told)
   assert "\n" not in str(caught.value)
 
 
-def test_softmax_is_not_both_unrolled_and_deterministic():
+def test_softmax_on_a_gpu_is_not_both_unrolled_and_deterministic():
   changes = {"model.variant": "softmax", "model.unroll": "true"}
-  with pytest.raises(ConfigError, match=r"^model\.unroll with model\.variant=softmax needs deterministic=false"):
-    overrides.load(TINY, changes)
-  assert overrides.load(TINY, changes | {"deterministic": "false"}).model.unroll
+  with pytest.raises(ConfigError, match=r"^model\.unroll=true with model\.variant=softmax: .*deterministic=false$"):
+    overrides.load(TINY, changes).check_platform("gpu")
+  overrides.load(TINY, changes).check_platform("tpu")
+  overrides.load(TINY, changes | {"deterministic": "false"}).check_platform("gpu")
+  overrides.load(TINY, changes | {"model.variant": "conformal"}).check_platform("gpu")
 
 
 def test_a_missing_config_file_is_told_with_the_nearest():

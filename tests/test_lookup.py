@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from csympow.lookup import look_up, sum_in_order
+from csympow.lookup import _places, look_up, sum_in_order
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,27 @@ def test_rows_are_added_up(count, size, width):
   np.add.at(wanted, ids, values.astype(np.float64))
   found = jax.jit(functools.partial(sum_in_order, size))(jnp.asarray(ids, jnp.int32), values)
   np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("uint8", 256), ("uint16", 50_304), ("int16", 20_000)])
+def test_ids_of_few_bits_are_right_too(dtype, size):
+  ids = np.resize(np.arange(0, size, 3), 40_000).astype(dtype)
+  found = sum_in_order(size, jnp.asarray(ids), jnp.ones((40_000, 1)))
+  np.testing.assert_array_equal(found[:, 0], np.bincount(ids, minlength=size))
+
+
+def test_without_ids_there_is_nothing_to_add():
+  found = jax.jit(jax.grad(lambda table: look_up(table, jnp.zeros(0, jnp.int32)).sum()))(jnp.ones((3, 2)))
+  np.testing.assert_array_equal(found, np.zeros((3, 2)))
+
+
+def test_each_sum_has_a_place_of_its_own_and_equal_ids_keep_their_order():
+  places = np.asarray(_places(jnp.asarray([0, 0, 3, 3, 3, 4]), 5)).tolist()
+  assert [places[n] for n in (1, 4, 5)] == [0, 3, 4]
+  assert len(set(places)) == 6
+  assert min(places[n] for n in (0, 2, 3)) >= 5
+  summing = jax.make_jaxpr(functools.partial(sum_in_order, 5))(jnp.zeros(7, jnp.int32), jnp.zeros((7, 2)))
+  assert "is_stable=True" in str(summing)
 
 
 def test_a_row_that_is_no_number_spoils_no_other():

@@ -239,6 +239,16 @@ def test_a_donated_training_step_moves_every_parameter_and_lowers_the_loss(varia
   check_gradient(gradient)
 
 
+def test_unrolled_there_is_no_loop_over_layers():
+  def loops(**how):
+    graphdef, parameters = nnx.split(abstract(small("softmax", **how)))
+    return (
+      jax.jit(lambda p, t: nnx.merge(graphdef, p)(t)).lower(parameters, tokens_of()).as_text().count("stablehlo.while")
+    )
+
+  assert loops(unroll=True) == loops() - 1
+
+
 def test_nnx_optimizer_trains_it():
   model = model_of(small("softmax"))
   optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
@@ -281,13 +291,16 @@ def test_a_frequent_tokens_gradient_is_added_up_in_float32():
 def test_remat_policies_trade_memory_for_work_and_change_nothing_else():
   tokens = tokens_of(16, 12)
   memory, gradients = {}, {}
-  ways = {name: {"remat": name} for name in REMAT} | {"unrolled": {"unroll": True}}
+  ways = {name: {"remat": name} for name in REMAT}
+  ways |= {f"unrolled {name}": {"remat": name, "unroll": True} for name in REMAT}
   for name, how in ways.items():
     graphdef, parameters = nnx.split(model_of(small("softmax", num_layers=6, **how)))
     compiled = jit(jax.grad(lambda p, t, g=graphdef: loss_of(nnx.merge(g, p), t))).lower(parameters, tokens).compile()
     memory[name] = compiled.memory_analysis().temp_size_in_bytes
     gradients[name] = compiled(parameters, tokens)
   assert memory["full"] < 0.9 * memory["dots"] < 0.8 * memory["none"], memory
+  assert memory["unrolled full"] < 0.9 * memory["unrolled dots"] < 0.8 * memory["unrolled none"], memory
+  assert memory["none"] < 0.9 * memory["unrolled none"], memory  # norms and activations are made again in the loop
   for name in ways:
     jax.tree.map(close, gradients[name], gradients["none"])
 

@@ -215,6 +215,18 @@ def test_kernels_lower_under_vmap(chunk):
   assert_lowers(jax.vmap(gradient), jax.tree.map(lambda a: jnp.stack([a, a, a]), x), form_of(case))
 
 
+@pytest.mark.slow
+def test_under_vmap_is_one_after_another():
+  case = case_of(T=128, B=2, chunk_size=128)
+  x, rest = inputs(case)
+  both = jax.tree.map(lambda a: jnp.stack([a, jnp.flip(a, axis=0)]), x)
+  call = comparing.quick_jit(lambda x: attend(case)(x, rest)["y"])
+  found = comparing.quick_jit(jax.vmap(lambda x: attend(case)(x, rest)["y"]))(both)
+  for n in range(2):
+    expected = call(jax.tree.map(lambda a, n=n: a[n], both))
+    np.testing.assert_allclose(found[n].astype(jnp.float32), expected.astype(jnp.float32), atol=1e-2)
+
+
 def test_a_program_planned_for_a_tpu_is_right_where_there_is_none():
   case = case_of(T=100, chunk_size=None)
   x, rest = inputs(case)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 
 import jax
@@ -22,7 +23,7 @@ from csympow.train.loss import token_losses
 from csympow.train.optimizer import learning_rate
 from csympow.train.step import Program
 from tests.comparing import quick_jit
-from tests.test_config import TINY
+from tests.test_config import ROOT, TINY
 
 NO_STOP = jnp.zeros(1, jnp.int32)
 
@@ -111,8 +112,17 @@ def test_a_loss_in_blocks_is_the_mean_over_all_targets(monkeypatch):
   np.testing.assert_allclose(found.objective, jnp.where(valid, wanted + 0.1 * z, 0).sum(), rtol=1e-5)
 
 
-def test_gradients_are_those_of_the_mean_loss_over_targets_and_of_the_z_loss():
-  config = config_of(optimizer__z_loss=0.1)
+@pytest.mark.parametrize(
+  ("dtypes", "tolerance"),
+  [
+    ({}, 1e-4),
+    pytest.param({"model__dtype": "bfloat16"}, 2e-2, marks=pytest.mark.slow),
+    pytest.param({"model__dtype": "bfloat16", "model__param_dtype": "float16"}, 2e-2, marks=pytest.mark.slow),
+  ],
+)
+def test_gradients_are_those_of_the_mean_loss_over_targets_and_of_the_z_loss(monkeypatch, dtypes, tolerance):
+  monkeypatch.setattr("csympow.train.loss._LOGITS_AT_ONCE", 8 * 256 * 8)  # four blocks
+  config = config_of(optimizer__z_loss=0.1, model__vocab_size=250, **dtypes)  # six rows are padding
   program = Program(config, None)
   parameters = program.init().parameters
   batch = batch_of(config, segments=True)
@@ -124,7 +134,20 @@ def test_gradients_are_those_of_the_mean_loss_over_targets_and_of_the_z_loss():
     return jnp.mean(nll + 0.1 * z, where=batch.targets >= 0), jnp.mean(nll, where=batch.targets >= 0)
 
   wanted, loss = quick_jit(jax.grad(mean_loss, has_aux=True))(parameters)
-  assert_same(quick_jit(program._gradients)(parameters, batch), (loss, wanted))
+  assert_same(quick_jit(program._gradients)(parameters, batch), (loss, wanted), tolerance)
+
+
+def test_the_configs_of_the_benchmark_are_such():
+  spec = importlib.util.spec_from_file_location("training", ROOT / "benchmarks" / "training.py")
+  benchmark = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(benchmark)
+  configs = list(benchmark.runs("124m", ["softmax", "conformal"], [1024, 65_536], 65_536))
+  assert [(config.model.variant, config.context) for config in configs[1:3]] == [
+    ("conformal", 1024),
+    ("softmax", 65_536),
+  ]
+  for config in configs:
+    config.check_platform("gpu")
 
 
 def test_a_target_that_is_not_there_costs_nothing():

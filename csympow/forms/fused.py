@@ -32,6 +32,7 @@ class _Saved(NamedTuple):
   memory: Memory | None
   final: Memory | None
   y: attention_forward.Outputs
+  denominator: Float[Array, "B H g T 1"] | None = None  # the normaliser as the state counts it
 
 
 def attend(
@@ -72,7 +73,7 @@ def _forward(
   kernels, value_dim = _KERNELS[settings.chip], v.shape[-1]
   G = kernels.running(log_gate, settings)
   x = kernels.operands(_as_wide_as_kernels(tokens, settings), G, settings)
-  stateful = memory is not None or return_memory
+  stateful, denominator = memory is not None or return_memory, None
   high, low, normaliser = kernels.forward(
     x,
     power=settings.power,
@@ -100,13 +101,14 @@ def _forward(
     # What counts as empty must do so in the kernels' scale, too, where it is larger.
     empty_row = (sums.denominator <= SMALLEST).reshape(normaliser.shape)
     normaliser = jnp.where(empty_row, 0.0, _in_kernels_scale(sums.denominator, x, settings.power))
+    denominator = sums.denominator
   final = None
   if return_memory:
     initial = empty(k, v, settings.power) if memory is None else memory
     written = Written(inputs.k, inputs.v, decay.until_end)
     final = states.write(discounted(initial, decay.log_across), written, settings)
   y = attention_forward.Outputs(high, None, normaliser)
-  return (high.reshape(shape).astype(dtype), final), _Saved(sequence, x, rotation, memory, final, y)
+  return (high.reshape(shape).astype(dtype), final), _Saved(sequence, x, rotation, memory, final, y, denominator)
 
 
 def _backward(
@@ -140,10 +142,9 @@ def _backward(
     k_far, v_far = states.write_backward(dfinal, Written(inputs.k, inputs.v, decay.until_end), settings)
     dv = dv + time_first(v_far)
     dmemory = discounted(dfinal, decay.log_across)
-  if saved.memory is not None:
+  if saved.memory is not None and saved.denominator is not None:
     dmemory = for_each(jnp.zeros_like, saved.memory) if dmemory is None else dmemory
-    denominator = time_first(_in_full(saved.y.normaliser, x, power))
-    dsums = normalised_backward(dy.astype(jnp.float32), saved.y.high.reshape(dy.shape), denominator)
+    dsums = normalised_backward(dy.astype(jnp.float32), saved.y.high.reshape(dy.shape), time_first(saved.denominator))
     dsums = for_each(lambda x: heads_first(x) * decay.since_start[:, :, None], dsums)
     dmemory, q_far = states.read_backward(saved.memory, inputs.q, dsums, dmemory, settings)
     first = inner(dmemory, saved.memory)

@@ -112,6 +112,7 @@ def run(options: argparse.Namespace, changes: dict[str, str], stop: Stop) -> Non
     stop.install()  # joining may have taken the signals
   directory = Path(options.workdir or Path("runs") / Path(options.config).stem)
   devices = _devices(options.topology)
+  config.check_platform(devices[0].platform)
   layout, sizes = _layout(config, devices)
   lead = jax.process_index() == 0
 
