@@ -367,7 +367,7 @@ def _attend(
   settings: Settings,
   return_state: bool,
 ) -> tuple[Float[Array, "B T Hq dv"], State | None]:
-  kernels = implementation == "pallas"
+  kernels, settings = implementation == "pallas", settings._replace(gated=log_gate is not None)
   prepare = _preparation_for_kernels(settings) if kernels else _prepare
   x = prepare(q, k, v, log_gate, beta, rates, segment_ids, scale, state)
   tokens = _padded(x, settings.chunk)

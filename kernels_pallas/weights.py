@@ -4,6 +4,7 @@ from jaxtyping import Array, Float
 
 LOG2E = 1.4426950408889634
 SMALLEST = 1e-30  # a normaliser at or below this counts as 0
+INVISIBLE = -126.0  # a discount of 2 to this or less is 0 in the arithmetic of the kernels
 LEAST, MOST = -125, 125  # exponents: of 0 and what is as small, and of the largest that vectors are divided by
 
 

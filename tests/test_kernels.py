@@ -262,17 +262,6 @@ def test_heads_without_keys_and_keys_that_are_no_numbers_do_not_set_the_scale():
   np.testing.assert_array_equal(near.exponents(near.Tokens(k[:, :, :, None], k, k, G.hi, None)).top, [[1, 0, 1]])
 
 
-@pytest.mark.parametrize("chunk", [4 * TILE, 12 * TILE])
-def test_no_tile_of_keys_is_seen_less_far_than_one_before_it(chunk):
-  # Growing ones are not allowed, but must not make the backward kernel's blocks wait for ever.
-  gates = np.random.default_rng(0).choice([-90.0, -1.0, 0.0, 90.0], size=(3, 12 * TILE, 2), p=[0.02, 0.47, 0.5, 0.01])
-  first, last = near._visible(*near.spans(prefix_sum(jnp.asarray(gates, jnp.float32)), TILE)[1:], chunk // TILE)
-  tile = np.arange(12)
-  assert np.all(np.diff(last, axis=2) >= 0)
-  assert np.all((tile <= last) & (last < (tile * TILE // chunk + 1) * chunk // TILE))
-  assert np.all((tile * TILE // chunk * chunk // TILE <= first) & (first <= tile))
-
-
 ATTENTION = ("totals", "copies", "attention_forward", "attention_backward", "gradients")
 STATES = ("state_write", "state_read", "gram", "scan")
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from csympow.forms.rotating import Rotation, angles, padded, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head
+from csympow.forms.visible import visible
 from csympow.prefix import Total, TotalsKernel, prefix_sum
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients
 from kernels_pallas.gpu.copies import Copy, copies
@@ -24,7 +25,6 @@ from kernels_pallas.weights import LEAST, LOG2E, MOST, SMALLEST
 
 FLOAT16, BFLOAT16 = (5, 10), (8, 7)  # bits of exponent and mantissa
 _LARGEST = 128  # the exponent of the largest number
-_INVISIBLE = -126.0  # a discount of 2 to this or less is exactly 0 in the kernels' arithmetic
 
 
 class Tokens(NamedTuple):
@@ -125,7 +125,6 @@ def operands_and_copies(
   G, before, end = spans(G, TILE)
   since_start, until_end = (all_tokens(x * LOG2E) for x in (G - before, end - G))
   fold = jnp.exp2((until_end + log_scale) / power)
-  first, last = _visible(before, end, settings.chunk // TILE)
 
   turned = angles(x.rotation)
   of_q, of_k = [Copy(jnp.float16), *of_q], [Copy(jnp.float16), Copy(jnp.float16, fold), *of_k]
@@ -138,6 +137,8 @@ def operands_and_copies(
     q_exponent = jnp.moveaxis(found_exponent, 1, 2).reshape(q_exponent.shape)
   scale = by_head(jnp.exp2(-exponents.k.astype(jnp.float32)))
   plain, folded, *k_copies = copies(x.k, of_k, scale=scale, angles=turned, interpret=settings.interpret)
+  decay = jnp.exp(end - before)[..., 0]
+  first, last = visible(before, end, q, folded, decay, settings)
   found = Operands(
     q=q,
     keys=attention_forward.Keys(
@@ -145,7 +146,7 @@ def operands_and_copies(
       plain=plain,
       gate=since_start,
       pull=since_start - log_scale,
-      decay=jnp.exp(end - before)[..., 0],
+      decay=decay,
       first=first,
     ),
     ends=attention_backward.Ends(
@@ -175,24 +176,6 @@ def exponents(x: Tokens) -> Exponents:
 def _room(rotation: Rotation | None) -> int:
   """A rotation can make a coordinate larger, though not twice as large."""
   return 0 if rotation is None else 1
-
-
-def _visible(before: Total, end: Total, in_chunk: int) -> tuple[Int[Array, "B H n"], Int[Array, "B H n"]]:
-  """Of each tile: the earliest of its chunk's tiles that it can see, and the latest that can see it."""
-  shape = end.hi.shape[:3]
-
-  def by_chunk(total: Total) -> Total:
-    return Total(*(x.reshape(*shape[:2], -1, in_chunk, 1) for x in total))
-
-  # Between the end of one tile and the start of a later one: B H chunk, query tile, key tile.
-  keys = Total(*(jnp.swapaxes(x, 3, 4) for x in by_chunk(end)))
-  invisible = ((by_chunk(before) - keys) * LOG2E < _INVISIBLE) & jnp.tri(in_chunk, k=-1, dtype=bool)
-  start = in_chunk * jnp.arange(shape[2] // in_chunk, dtype=jnp.int32)[:, None]
-  first = start + jnp.sum(invisible, axis=4, dtype=jnp.int32)
-  last = start + in_chunk - 1 - jnp.sum(invisible, axis=3, dtype=jnp.int32)
-  # No later one sees less far, whatever the gates: the backward kernel's turns rely on it, and would wait for ever.
-  last = jnp.max(jnp.where(jnp.tri(in_chunk, dtype=bool), last[..., None, :], 0), axis=4)
-  return first.reshape(shape), last.reshape(shape)
 
 
 def forward(x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interpret: Any) -> attention_forward.Outputs:

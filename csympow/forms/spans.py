@@ -34,6 +34,7 @@ class Settings(NamedTuple):
   precision: str | None  # of matrix products, as jax.lax.Precision names it; None for the caller's default
   chip: str = "gpu"  # whose kernels, if any
   states: str = "memory"  # the module by which the attention form's kernels read and write them
+  gated: bool = True  # whether anything is forgotten but by resets
   interpret: Any = None  # how to run kernels where there is no chip for them, as Pallas takes it
 
 

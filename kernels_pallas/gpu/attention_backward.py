@@ -317,10 +317,7 @@ def _backward(
     def add():
       plgpu.set_max_registers(40, action="decrease")
 
-      def pass_on(head, m):
-        plgpu.semaphore_signal(turns.at[b, head, m], 1, memory_scope="gpu")
-
-      def add_tile(number, head, m, last):
+      def add_tile(number, head, m, none):
         buffer = lax.rem(number, jnp.int32(2))
         plgpu.barrier_wait(dq_filled)
         if ordered:
@@ -339,21 +336,16 @@ def _backward(
           def _(unit=unit, at=at):
             plgpu.copy_smem_to_gmem(dq_smem.at[buffer, unit], dq_ref.at[b, at, head], reduction_op="add")
 
-        if ordered:  # the turn is passed on when the copies of the tile before are complete
-
-          @pl.when(number > 0)
-          def _():
-            plgpu.wait_smem_to_gmem(_UNITS)
-            pass_on(*last)
-
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(dq_freed)
-        return head, m
+        if ordered:  # at once: the next block that waits for its turn may be a tile behind this one, and no more
+          plgpu.wait_smem_to_gmem(0)
+          plgpu.semaphore_signal(turns.at[b, head, m], 1, memory_scope="gpu")
+        return none
 
-      last = visit_far(add_tile, visit_near(add_tile, (kv * group, n)))
+      visit_near(add_tile)
+      visit_far(add_tile)
       plgpu.wait_smem_to_gmem(0)
-      if ordered:
-        pass_on(*last)
 
   # A warpgroup's dQ lies where the dS were that it is made of. The interpreter would see races in that.
   in_place = interpret is None and k_wide == ROWS

@@ -33,6 +33,7 @@ from kernels_pallas.gpu.tiles import (
   TILE,
   WGMMA,
   across,
+  by_eights,
   down,
   index,
   place_in_grid,
@@ -106,7 +107,7 @@ def forward(
     row, n = place_in_grid(item, batch * query_heads, tiles)
     b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
     kv, first_token, own = lax.div(head, jnp.int32(group)), n * TILE * pairs, n * pairs
-    first = first_ref[b, kv, own]
+    first = functools.reduce(jnp.minimum, (first_ref[b, kv, own + pair] for pair in range(pairs)))
     # Blocks of 64 keys in the order in which they come: folded ones of tiles from `first` on, those of the first tile
     # of queries among them if there is a second; then plain ones of the queries' own tiles.
     plain = (own - first + pairs - 1) * _IN_TILE
@@ -175,7 +176,7 @@ def forward(
             free(v_freed, j - 1)
           weights = even_power(s, power)
           # The barrier: ptxas is short of registers if sums wait for products to be under way.
-          normaliser, weights = lax.optimization_barrier((normaliser + _by_eights(weights), weights.astype(v.dtype)))
+          normaliser, weights = lax.optimization_barrier((normaliser + by_eights(weights), weights.astype(v.dtype)))
           gather(sums, weights, j)
           if value_dim < ROWS:  # or ptxas would overlap more than it has registers for
             plgpu.wgmma_wait(0)
@@ -194,7 +195,7 @@ def forward(
         weights = rounded(even_power(s, power) * jnp.exp2(exponent), v.dtype)
         gather(sums, weights, j)
         # Of the rounded weights, so that a row of one key gives that key's value exactly.
-        normaliser = normaliser + _by_eights(weights.astype(f32))
+        normaliser = normaliser + by_eights(weights.astype(f32))
         plgpu.wgmma_wait(0)
         free(k_freed, j)
         free(v_freed, j)
@@ -315,8 +316,3 @@ def forward(
   )(q, *keys[:2], v, *keys[2:], *(() if carried is None else carried))
   results = varying_as(q, results)
   return Outputs(*results) if save_low else Outputs(results[0], None, results[1])
-
-
-def _by_eights(weights: Float[Array, "rows columns"]) -> Float[Array, "rows 8"]:
-  """Their sum over every eighth column, which needs no other thread."""
-  return functools.reduce(jnp.add, (weights[:, n : n + 8] for n in range(0, weights.shape[1], 8)))

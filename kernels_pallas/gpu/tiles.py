@@ -4,6 +4,7 @@ Kernels with products have warpgroups that compute and one that loads. The loade
 `filled` barriers tell that a slot's copies have arrived, `freed` barriers that all its readers are done.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -130,6 +131,11 @@ def across(x: Float[Array, "columns"], shape: tuple[int, ...]) -> Float[Array, "
 def down(x: Float[Array, "rows"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
   """A vector over rows, repeated for every column."""
   return lax.broadcast_in_dim(x, shape, [0])
+
+
+def by_eights(x: Float[Array, "rows columns"]) -> Float[Array, "rows 8"]:
+  """The sum over every eighth column, which needs no other thread."""
+  return functools.reduce(jnp.add, (x[:, n : n + 8] for n in range(0, x.shape[1], 8)))
 
 
 def index(shape: tuple[int, int], axis: int, start: Int[Array, ""]) -> Int[Array, "rows columns"]:

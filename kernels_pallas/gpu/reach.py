@@ -1,0 +1,103 @@
+"""How far back the queries of a tile can hear, on Hopper.
+
+    heard = sum_{m' <= m} most_m' exp(before_n - end_m')         all that comes to tile n from m and the tiles before it
+
+Tile n need not read the tiles m for which that is at most `leaves` times `least_n`: both are bounds, for queries of
+length 1, of what they gather there and from the two tiles before their own (`bounds.py`). Discounts of 2 ** INVISIBLE
+and less are 0, as they are in the attention kernels' arithmetic.
+
+A block of the grid is one warpgroup with 64 tiles of queries of a head, which walks all earlier tiles of keys; sums
+over these are products with a triangle of ones, of bfloat16s.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
+
+from kernels_pallas.gpu.bounds import Bounds, Totals
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, down, index, shared, varying_as
+from kernels_pallas.weights import INVISIBLE, LOG2E
+
+
+def reach(
+  bounds: Bounds,
+  totals: Totals,
+  tiles: int,
+  *,
+  leaves: float,
+  interpret: Any = None,
+) -> Int[Array, "B H n"]:
+  """How many tiles from the first on each of them need not read."""
+  batch, heads, whole = bounds.most.shape
+  group = bounds.least.shape[1] // heads
+  blocks, shape, f32 = whole // ROWS, (ROWS, ROWS), jnp.float32
+
+  def kernel(
+    least_ref, most_ref, before_ref, end_ref, ones_ref, first_ref, ones_smem, weights_smem, first_smem, filled
+  ):
+    plgpu.copy_gmem_to_smem(ones_ref, ones_smem, filled)
+    row, block = (f(lax.axis_index("block"), jnp.int32(blocks)) for f in (lax.div, lax.rem))
+    b, kv = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
+    rows = pl.ds(block * ROWS, ROWS)
+
+    def load(ref, at, axis):
+      return plgpu.load(ref.at[at], layout=WGMMA.reduce(axis), optimized=False)
+
+    def least_of(head, so_far):
+      return jnp.minimum(so_far, load(least_ref.at[b, kv * group + head], rows, 1))
+
+    start = [load(before_ref.at[half, b, kv], rows, 1) for half in range(2)]
+    infinite = plgpu.layout_cast(jnp.full((ROWS,), jnp.inf, f32), WGMMA.reduce(1))
+    enough = leaves * lax.fori_loop(0, jnp.int32(group), least_of, infinite)
+    plgpu.barrier_wait(filled)
+
+    def hear(n, carry):
+      count, so_far = carry
+      columns = pl.ds(n * ROWS, ROWS)
+      most, *stop = (load(ref, columns, 0) for ref in (most_ref.at[b, kv], end_ref.at[0, b, kv], end_ref.at[1, b, kv]))
+      high, low = (down(a, shape) - across(z, shape) for a, z in zip(start, stop, strict=True))
+      exponent = (high + low) * LOG2E
+      earlier = index(shape, 1, n * ROWS) < index(shape, 0, block * ROWS)
+      weights = jnp.where(earlier & (exponent > INVISIBLE), across(most, shape) * jnp.exp2(exponent), 0.0)
+      weights_smem[...] = weights.astype(jnp.bfloat16)
+      plgpu.commit_smem()
+
+      def product(sums):
+        plgpu.wgmma(sums, weights_smem, ones_smem)
+        plgpu.wgmma_wait(0)
+        return sums[...]
+
+      heard = pl.run_scoped(product, plgpu.ACC(shape, f32)) + down(so_far, shape)
+      unheard = earlier & (heard <= down(enough, shape))
+      return count + jnp.where(unheard, 1.0, 0.0).sum(axis=1), so_far + weights.sum(axis=1)
+
+    nothing = plgpu.layout_cast(jnp.zeros((ROWS,), f32), WGMMA.reduce(1))
+    count, _ = lax.fori_loop(0, block + 1, hear, (nothing, nothing))
+    first_smem[...] = count.astype(jnp.int32)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(first_smem, first_ref.at[b, kv, rows])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+  first = plgpu.kernel(
+    kernel,
+    out_type=jax.ShapeDtypeStruct((batch, heads, whole), jnp.int32),
+    scratch_types=[
+      shared(shape, jnp.bfloat16),
+      shared(shape, jnp.bfloat16),
+      plgpu.SMEM((ROWS,), jnp.int32),
+      plgpu.Barrier(num_arrivals=1),
+    ],
+    grid=(batch * heads * blocks,),
+    grid_names=("block",),
+    compiler_params=plgpu.CompilerParams(approx_math=True),
+    interpret=interpret,
+    kernel_name="reach",
+  )(*bounds, *totals, jnp.asarray(np.tri(ROWS).T, jnp.bfloat16))
+  result: Array = varying_as(bounds.least, first)[..., :tiles]
+  return result
