@@ -40,6 +40,7 @@ def test_streamed_losses_are_those_of_one_pass(monkeypatch, variant, power):
   assert len(seen) == 6
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(("variant", "power"), [("conformal", 4), pytest.param("softmax", 2, marks=pytest.mark.slow)])
 def test_what_is_read_at_once_has_the_losses_of_what_is_streamed_by_few_programs(monkeypatch, variant, power):
   monkeypatch.setattr(caches, "PIECE", 8)

@@ -43,6 +43,7 @@ def test_what_a_strong_gate_leaves_is_exact_where_nothing_else_is_left(form, gat
   assert max(map(relative, found, exact)) < 1e-4  # a state of three keys is ill-conditioned; a lost one is off by 1
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
   ("power", "size"),
   [

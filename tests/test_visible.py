@@ -93,7 +93,12 @@ def found_visible(q, k, end, power, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("what", "power"), [("random", 2), ("lengths", 2), ("one far", 4), ("alike", 2), ("faint", 2), ("faint", 4)]
+  ("what", "power"),
+  [
+    ("random", 2),
+    ("faint", 4),
+    *(pytest.param(what, 2, marks=pytest.mark.slow) for what in ("lengths", "one far", "alike")),
+  ],
 )
 def test_what_is_left_out_is_no_more_than_it_may_be(what, power, monkeypatch):
   q, k, end = (np.asarray(x, np.float64) for x in make(1, 1, 2, 8, 64, 4.0))
