@@ -183,7 +183,8 @@ def explain(
   Arrays may be given as jax.ShapeDtypeStruct. `device` is "cpu", "gpu" or "tpu", or None for the one at hand. For a
   `prefill` from nothing, give it the state of `init_state`: making one counts.
   """
-  del log_gate, beta, rates, segment_ids, scale  # cost nothing that depends on the form
+  # What gates make the attention form leave out is known when it runs, no sooner; the rest costs every form the same.
+  del log_gate, beta, rates, segment_ids, scale
   shape = _shape(q, k, v, power, needs_state=state is not None)
   return _explained(shape, q.dtype, form, chunk_size, implementation, device or cost.platform())
 

@@ -138,7 +138,8 @@ def operands_and_copies(
   scale = by_head(jnp.exp2(-exponents.k.astype(jnp.float32)))
   plain, folded, *k_copies = copies(x.k, of_k, scale=scale, angles=turned, interpret=settings.interpret)
   decay = jnp.exp(end - before)[..., 0]
-  first, last = visible(before, end, q, folded, decay, settings)
+  v = x.v.astype(jnp.bfloat16)
+  first, last = visible(before, end, q, folded, v, decay, settings)
   found = Operands(
     q=q,
     keys=attention_forward.Keys(
@@ -154,7 +155,7 @@ def operands_and_copies(
       total=jnp.stack([x[..., 0] for x in end]),
       last=last,
     ),
-    v=x.v.astype(jnp.bfloat16),
+    v=v,
     q_exponent=q_exponent,
     exponent=exponents.k,
     top=exponents.top,

@@ -62,7 +62,7 @@ class Ends(NamedTuple):
 
   fold: Float[Array, "B H T"]  # what keys were multiplied by to be folded
   total: Float[Array, "2 B H tiles"]  # of the log gates at each tile's end, high and low
-  last: Int[Array, "B H tiles"]  # the latest tile whose queries still see a tile's keys
+  last: Int[Array, "B H tiles"]  # the latest tile whose queries read a tile's keys
 
 
 class Gradients(NamedTuple):
@@ -338,14 +338,15 @@ def _backward(
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(dq_freed)
-        if ordered:  # at once: the next block that waits for its turn may be a tile behind this one, and no more
+        if ordered:  # at once: the next block is but a tile behind this one, and each delay adds to those before it
           plgpu.wait_smem_to_gmem(0)
           plgpu.semaphore_signal(turns.at[b, head, m], 1, memory_scope="gpu")
         return none
 
       visit_near(add_tile)
       visit_far(add_tile)
-      plgpu.wait_smem_to_gmem(0)
+      if not ordered:
+        plgpu.wait_smem_to_gmem(0)
 
   # A warpgroup's dQ lies where the dS were that it is made of. The interpreter would see races in that.
   in_place = interpret is None and k_wide == ROWS

@@ -15,7 +15,6 @@ Products of scores and values have bfloat16 operands, for weights span many powe
 because the power multiplies their rounding, and the inputs are scaled so that they fit.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from kernels_pallas.gpu.tiles import (
+  IN_TILE,
   LOADING_REGISTERS,
   REGISTERS,
   ROWS,
@@ -44,8 +44,6 @@ from kernels_pallas.gpu.tiles import (
 )
 from kernels_pallas.weights import SMALLEST, even_power
 
-_IN_TILE = TILE // ROWS  # blocks of keys in a tile
-
 
 class Keys(NamedTuple):
   """Keys and gates as the kernels read them. Gates are logarithms to base 2, counted from the start of a tile."""
@@ -55,7 +53,9 @@ class Keys(NamedTuple):
   gate: Float[Array, "B H T"]  # of a query: the discount since its tile began
   pull: Float[Array, "B H T"]  # of a key: the same, less the logarithm of its scale
   decay: Float[Array, "B H tiles"]  # the discount across each tile
-  first: Int[Array, "B H tiles"]  # the earliest tile that a tile's queries can still see
+  first: Int[
+    Array, "B H tiles"
+  ]  # the earliest tile that a tile's queries read, the same for all of a block of the grid
 
 
 class Carried(NamedTuple):
@@ -107,11 +107,11 @@ def forward(
     row, n = place_in_grid(item, batch * query_heads, tiles)
     b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
     kv, first_token, own = lax.div(head, jnp.int32(group)), n * TILE * pairs, n * pairs
-    first = functools.reduce(jnp.minimum, (first_ref[b, kv, own + pair] for pair in range(pairs)))
+    first = first_ref[b, kv, own]
     # Blocks of 64 keys in the order in which they come: folded ones of tiles from `first` on, those of the first tile
     # of queries among them if there is a second; then plain ones of the queries' own tiles.
-    plain = (own - first + pairs - 1) * _IN_TILE
-    stop = plain + pairs * _IN_TILE
+    plain = (own - first + pairs - 1) * IN_TILE
+    stop = plain + pairs * IN_TILE
 
     def slot_of(j):
       return lax.rem(j, jnp.int32(slots))
@@ -120,7 +120,7 @@ def forward(
     def compute():
       plgpu.set_max_registers(REGISTERS[computing], action="increase")
       pair, second = (f(thread, jnp.int32(2)) for f in (lax.div, lax.rem))
-      tile, near = own + pair, plain + pair * _IN_TILE
+      tile, near = own + pair, plain + pair * IN_TILE
       token, queries = first_token + thread * ROWS, q_smem.at[thread]
       accumulator = plgpu.ACC((ROWS, value_dim), f32)
       plgpu.barrier_wait(q_filled)
@@ -168,8 +168,8 @@ def forward(
         decay_of_next = decay_ref[b, kv, m + 1]
         sums[...] = sums[...] * decay
         normaliser = normaliser * decay
-        for block in range(_IN_TILE):
-          j = (m - first) * _IN_TILE + block
+        for block in range(IN_TILE):
+          j = (m - first) * IN_TILE + block
           s = scores(j)
           free(k_freed, j)
           if block > 0:  # those products have come before the scores
@@ -207,7 +207,7 @@ def forward(
         normaliser = plgpu.layout_cast(jnp.zeros((ROWS, 8), f32), WGMMA)
         carry = normaliser, decay_ref[b, kv, first]
         normaliser, _ = lax.fori_loop(0, tile - first, lambda i, carry: far_tile(first + i, carry, sums), carry)
-        pass_by((tile - first) * _IN_TILE, near)
+        pass_by((tile - first) * IN_TILE, near)
         since_start = jnp.exp2(gate)
         sums[...] = sums[...] * down(since_start, sums.shape)
         normaliser = normaliser * down(since_start, normaliser.shape)
@@ -266,8 +266,8 @@ def forward(
 
         return step
 
-      lax.fori_loop(0, plain, copy(folded_ref, first * _IN_TILE), None)
-      lax.fori_loop(plain, stop, copy(k_ref, own * _IN_TILE - plain), None)
+      lax.fori_loop(0, plain, copy(folded_ref, first * IN_TILE), None)
+      lax.fori_loop(plain, stop, copy(k_ref, own * IN_TILE - plain), None)
 
       def settle(j, none):  # leave no arrival unseen
         plgpu.barrier_wait(k_freed.at[slot_of(j)])

@@ -1,14 +1,16 @@
-"""Between which bounds weights lie, on Hopper: by them the attention kernels leave out what no sum would notice.
+"""Between which bounds sums of weights lie, on Hopper: by them the attention kernels leave out what hardly adds to any.
 
-    least = min_i sum_j (q_i . k_j) ** p / |q_i| ** p       over a tile's queries, and keys of the two tiles before it
-    most  = min(sum_j |k_j| ** p,                           of a tile's keys: no query of length 1 gathers more
-                max_j |k_j| ** (p - 2)  max_a sum_b |sum_j k_ja k_jb|)
+    least = min_i sum_j (q_i . k_j) ** p / |q_i| ** p     over a tile's queries, and the keys of the two tiles before it
+    most  = sum_j |k_j| ** p                              of a tile's keys: no query of length 1 gathers more,
+            max_j |k_j| ** (p - 2)  max_a sum_b |sum_j k_ja k_jb|   nor more than this, in heads of whole ROWS
 
-Keys are those that the attention kernels read, discounted to the end of their tile, and `least` is in the scale of what
-has come to the start of the query's. The second bound of `most` is the largest eigenvalue's, of the sum of k k^T.
+and the same of weights times the size of each key's value. Keys are those that the attention kernels read, discounted
+to the end of their tile, and `least` is in the scale of what has come to the start of the query's tile. The last factor
+is at least the largest eigenvalue of sum_j k_j k_j^T.
 
-A block of the grid is one warpgroup with the queries of a tile. Nothing is looked at where the gates leave so much of
-the first tile's keys to the last tile that hardly any could be left out: then `least` is 0 and `most` 1.
+A block of the grid is one warpgroup with the queries of a tile, and the keys of the tile before, which it has to load.
+Nothing is looked at where the gates leave so much of the first tile's keys to the last tile that hardly any could be
+left out: then `least` is 0 and `most` 1.
 """
 
 import functools
@@ -22,10 +24,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16
 
-from kernels_pallas.gpu.tiles import ROWS, TILE, WGMMA, by_eights, shared, varying_as
-from kernels_pallas.weights import even_power
+from kernels_pallas.gpu.tiles import IN_TILE, ROWS, TILE, WGMMA, across, by_eights, shared, varying_as
+from kernels_pallas.weights import even_power, raised
 
-_IN_TILE = TILE // ROWS
+_KINDS = 2  # of sums: of weights, and of weights times values
 
 
 class Totals(NamedTuple):
@@ -41,113 +43,138 @@ class Bounds(NamedTuple):
   Tiles are filled up to whole ROWS of them with anything, and so is the last one's `most`, which none sees.
   """
 
-  least: Float[Array, "B Hq n"]
-  most: Float[Array, "B H n"]
+  least: Float[Array, "2 B Hq n"]
+  most: Float[Array, "2 B H n"]
 
 
 def bounds(
   q: Float16[Array, "B T Hq d"],
   folded: Float16[Array, "B T H d"],
   decay: Float[Array, "B H tiles"],
+  sizes: Float[Array, "B H T"],
   totals: Totals,
   *,
   power: int,
-  leaves: float,
+  left_out: float,
   interpret: Any = None,
 ) -> Bounds:
-  """Bounds of a sequence of whole tiles, of which no more than a share of `leaves` could be left out."""
+  """Bounds of a sequence of whole tiles; `sizes` are those of values, `left_out` the share that may be left out."""
   batch, time, query_heads, head_dim = q.shape
   heads, tiles, f32 = folded.shape[2], time // TILE, jnp.float32
 
-  def kernel(q_ref, k_ref, decay_ref, before_ref, end_ref, least_ref, most_ref, q_smem, k_smem, filled):
+  def kernel(
+    q_ref, k_ref, decay_ref, sizes_ref, before_ref, end_ref, least_ref, most_ref, q_smem, k_smem, sizes_smem, filled
+  ):
     row, head = (f(lax.axis_index("block"), jnp.int32(query_heads)) for f in (lax.div, lax.rem))
     b, n = (f(row, jnp.int32(tiles)) for f in (lax.div, lax.rem))
     kv, of_group = (f(head, jnp.int32(query_heads // heads)) for f in (lax.div, lax.rem))
     further, nearer = jnp.maximum(n - 2, 0), jnp.maximum(n - 1, 0)
     owns_keys = (n > 0) & (of_group == 0)  # those of the nearer tile
-    across = [before_ref[half, b, kv, tiles - 1] - end_ref[half, b, kv, 0] for half in range(2)]
-    fades = across[0] + across[1] < math.log(leaves)
+    through = [before_ref[half, b, kv, tiles - 1] - end_ref[half, b, kv, 0] for half in range(2)]
+    fades = through[0] + through[1] < math.log(left_out)
 
-    def square(smem):
-      x = plgpu.load(smem, layout=WGMMA, optimized=False).astype(f32)
-      return by_eights(x * x).sum(axis=1)
-
-    def weights(part, tile):
-      """Of a query's keys in a tile, each thread's."""
-
-      def product(block, s):
-        plgpu.wgmma(s, q_smem.at[part], k_smem.at[tile, block].transpose((1, 0)))
-        return by_eights(even_power(s[...], power))
-
-      def add(block, sums):
-        return sums + pl.run_scoped(functools.partial(product, block), plgpu.ACC((ROWS, ROWS), f32))
-
-      nothing = plgpu.layout_cast(jnp.zeros((ROWS, 8), f32), WGMMA)
-      return lax.fori_loop(0, jnp.int32(_IN_TILE), add, nothing)
-
-    def of_queries(kept, part, so_far):
-      gathered = (weights(part, 0) * kept + weights(part, 1)).sum(axis=1)
-      size = raised(square(q_smem.at[part]), power // 2)
-      return jnp.minimum(so_far, jnp.min(jnp.where(size > 0, gathered / size, jnp.inf)))
-
-    def products(part, sums):
-      for block in range(_IN_TILE):
-        coordinates = k_smem.at[1, block, :, pl.ds(part * ROWS, ROWS)]
-        plgpu.wgmma(sums, coordinates.transpose((1, 0)), k_smem.at[1, block])
-      return jnp.max(jnp.abs(sums[...]).sum(axis=1))
-
-    def of_keys():
-      squares = [square(k_smem.at[1, part]) for part in range(_IN_TILE)]
-      most = sum(jnp.sum(raised(x, power // 2)) for x in squares)
-      accumulator = plgpu.ACC((ROWS, head_dim), f32)
-      spreads = [pl.run_scoped(functools.partial(products, part), accumulator) for part in range(head_dim // ROWS)]
-      if spreads:
-        longest = functools.reduce(jnp.maximum, map(jnp.max, squares))
-        together = raised(longest, power // 2 - 1) * functools.reduce(jnp.maximum, spreads)
-        most = jnp.minimum(most, together)
-      most_ref[b, kv, nearer] = most
-
-    @pl.when(~fades)
-    def _():
-      least_ref[b, head, n] = jnp.float32(0)
-
-      @pl.when(owns_keys)
-      def _():
-        most_ref[b, kv, nearer] = jnp.float32(1)
-
-    @pl.when(fades)
-    def _():
-      for part in range(_IN_TILE):
+    def load():
+      for part in range(IN_TILE):
         for ref, h, tile, target in (
           (q_ref, head, n, q_smem.at[part]),
           (k_ref, kv, further, k_smem.at[0, part]),
           (k_ref, kv, nearer, k_smem.at[1, part]),
         ):
           plgpu.copy_gmem_to_smem(ref.at[b, pl.ds(tile * TILE + part * ROWS, ROWS), h], target, filled)
+        for m, tile in enumerate((further, nearer)):
+          rows = pl.ds(tile * TILE + part * ROWS, ROWS)
+          plgpu.copy_gmem_to_smem(sizes_ref.at[b, kv, rows], sizes_smem.at[m, part], filled)
+
+    def size_of(tile, part, axis):
+      return plgpu.load(sizes_smem.at[tile, part], layout=WGMMA.reduce(axis), optimized=False)
+
+    def square(smem):
+      x = plgpu.load(smem, layout=WGMMA, optimized=False).astype(f32)
+      return by_eights(x * x).sum(axis=1)
+
+    def gathered(part, tile):
+      """What queries gather from a tile's keys, each thread's share."""
+
+      def product(block, s):
+        plgpu.wgmma(s, q_smem.at[part], k_smem.at[tile, block].transpose((1, 0)))
+        weights = even_power(s[...], power)
+        return by_eights(weights), by_eights(weights * across(size_of(tile, block, 0), weights.shape))
+
+      def add(block, sums):
+        added = pl.run_scoped(functools.partial(product, block), plgpu.ACC((ROWS, ROWS), f32))
+        return tuple(map(jnp.add, sums, added))
+
+      nothing = plgpu.layout_cast(jnp.zeros((ROWS, 8), f32), WGMMA)
+      return lax.fori_loop(0, jnp.int32(IN_TILE), add, (nothing,) * _KINDS)
+
+    def of_queries(kept, part, so_far):
+      sums = [(far * kept + near).sum(axis=1) for far, near in zip(gathered(part, 0), gathered(part, 1), strict=True)]
+      length = raised(square(q_smem.at[part]), power // 2)
+      shares = (jnp.min(jnp.where(length > 0, x / length, jnp.inf)) for x in sums)
+      return tuple(map(jnp.minimum, so_far, shares))
+
+    def spread(part, sums):
+      for block in range(IN_TILE):
+        coordinates = k_smem.at[1, block, :, pl.ds(part * ROWS, ROWS)]
+        plgpu.wgmma(sums, coordinates.transpose((1, 0)), k_smem.at[1, block])
+      return jnp.max(jnp.abs(sums[...]).sum(axis=1))
+
+    def of_keys():
+      squares, sizes = (
+        [f(part) for part in range(IN_TILE)] for f in (lambda p: square(k_smem.at[1, p]), lambda p: size_of(1, p, 1))
+      )
+      alone = [raised(x, power // 2) for x in squares]
+      most = [sum(map(jnp.sum, alone)), sum(jnp.sum(x * size) for x, size in zip(alone, sizes, strict=True))]
+      spreads = [
+        pl.run_scoped(functools.partial(spread, part), plgpu.ACC((ROWS, head_dim), f32))
+        for part in range(head_dim // ROWS)
+      ]
+      if spreads:  # narrower heads are no operand of such a product
+        longest, largest, widest = (
+          functools.reduce(jnp.maximum, x) for x in (map(jnp.max, squares), map(jnp.max, sizes), spreads)
+        )
+        together = raised(longest, power // 2 - 1) * widest
+        most = [jnp.minimum(most[0], together), jnp.minimum(most[1], together * largest)]
+      return most
+
+    @pl.when(~fades)
+    def _():
+      for kind in range(_KINDS):
+        least_ref[kind, b, head, n] = jnp.float32(0)
+
+        @pl.when(owns_keys)
+        def _(kind=kind):
+          most_ref[kind, b, kv, nearer] = jnp.float32(1)
+
+    @pl.when(fades)
+    def _():
+      load()
       kept = jnp.where(n > 1, decay_ref[b, kv, nearer], 0.0)  # of the further tile, if there is one
       plgpu.barrier_wait(filled)
-      gathered = functools.partial(of_queries, kept)
-      least_ref[b, head, n] = lax.fori_loop(0, jnp.int32(_IN_TILE), gathered, jnp.float32(jnp.inf))
-      pl.when(owns_keys)(of_keys)
+      nothing_yet = (jnp.float32(jnp.inf),) * _KINDS
+      least = lax.fori_loop(0, jnp.int32(IN_TILE), functools.partial(of_queries, kept), nothing_yet)
+      for kind in range(_KINDS):
+        least_ref[kind, b, head, n] = least[kind]
+
+      @pl.when(owns_keys)
+      def _():
+        for kind, most in enumerate(of_keys()):
+          most_ref[kind, b, kv, nearer] = most
 
   whole = totals.end.shape[-1]
   found = plgpu.kernel(
     kernel,
-    out_type=[jax.ShapeDtypeStruct((batch, many, whole), f32) for many in (query_heads, heads)],
+    out_type=[jax.ShapeDtypeStruct((_KINDS, batch, many, whole), f32) for many in (query_heads, heads)],
     scratch_types=[
-      shared((_IN_TILE, ROWS, head_dim), q.dtype),
-      shared((2, _IN_TILE, ROWS, head_dim), q.dtype),
-      plgpu.Barrier(num_arrivals=3 * _IN_TILE),
+      shared((IN_TILE, ROWS, head_dim), q.dtype),
+      shared((2, IN_TILE, ROWS, head_dim), q.dtype),
+      plgpu.SMEM((2, IN_TILE, ROWS), f32),
+      plgpu.Barrier(num_arrivals=5 * IN_TILE),
     ],
     grid=(batch * tiles * query_heads,),
     grid_names=("block",),
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="bounds",
-  )(q, folded, decay, *totals)
+  )(q, folded, decay, sizes, *totals)
   return Bounds(*varying_as(q, found))
-
-
-def raised(x: Float[Array, "*shape"], times: int) -> Float[Array, "*shape"]:
-  """X to a power by multiplications."""
-  return functools.reduce(jnp.multiply, [x] * times) if times else jnp.ones_like(x)

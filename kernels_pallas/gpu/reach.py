@@ -2,9 +2,9 @@
 
     heard = sum_{m' <= m} most_m' exp(before_n - end_m')         all that comes to tile n from m and the tiles before it
 
-Tile n need not read the tiles m for which that is at most `leaves` times `least_n`: both are bounds, for queries of
-length 1, of what they gather there and from the two tiles before their own (`bounds.py`). Discounts of 2 ** INVISIBLE
-and less are 0, as they are in the attention kernels' arithmetic.
+Tile n need not read the tiles m for which that is at most `left_out` times `least_n`, of both kinds: these are bounds
+of what queries of length 1 gather there, and from the two tiles before their own (`bounds.py`). Discounts of
+2 ** INVISIBLE and less are 0, as they are in the attention kernels' arithmetic.
 
 A block of the grid is one warpgroup with 64 tiles of queries of a head, which walks all earlier tiles of keys; sums
 over these are products with a triangle of ones, of bfloat16s.
@@ -30,12 +30,12 @@ def reach(
   totals: Totals,
   tiles: int,
   *,
-  leaves: float,
+  left_out: float,
   interpret: Any = None,
 ) -> Int[Array, "B H n"]:
   """How many tiles from the first on each of them need not read."""
-  batch, heads, whole = bounds.most.shape
-  group = bounds.least.shape[1] // heads
+  kinds, batch, heads, whole = bounds.most.shape
+  group = bounds.least.shape[2] // heads
   blocks, shape, f32 = whole // ROWS, (ROWS, ROWS), jnp.float32
 
   def kernel(
@@ -50,35 +50,40 @@ def reach(
       return plgpu.load(ref.at[at], layout=WGMMA.reduce(axis), optimized=False)
 
     def least_of(head, so_far):
-      return jnp.minimum(so_far, load(least_ref.at[b, kv * group + head], rows, 1))
+      return [jnp.minimum(x, load(least_ref.at[kind, b, kv * group + head], rows, 1)) for kind, x in enumerate(so_far)]
+
+    def by_row(x):
+      return plgpu.layout_cast(jnp.full((ROWS,), x, f32), WGMMA.reduce(1))
 
     start = [load(before_ref.at[half, b, kv], rows, 1) for half in range(2)]
-    infinite = plgpu.layout_cast(jnp.full((ROWS,), jnp.inf, f32), WGMMA.reduce(1))
-    enough = leaves * lax.fori_loop(0, jnp.int32(group), least_of, infinite)
+    enough = lax.fori_loop(0, jnp.int32(group), least_of, [by_row(jnp.inf)] * kinds)
     plgpu.barrier_wait(filled)
 
-    def hear(n, carry):
+    def total(sums):
+      plgpu.wgmma(sums, weights_smem, ones_smem)
+      return sums[...]
+
+    def hear(far, carry):
+      """From 64 tiles of keys."""
       count, so_far = carry
-      columns = pl.ds(n * ROWS, ROWS)
-      most, *stop = (load(ref, columns, 0) for ref in (most_ref.at[b, kv], end_ref.at[0, b, kv], end_ref.at[1, b, kv]))
+      columns = pl.ds(far * ROWS, ROWS)
+      stop = [load(end_ref.at[half, b, kv], columns, 0) for half in range(2)]
       high, low = (down(a, shape) - across(z, shape) for a, z in zip(start, stop, strict=True))
       exponent = (high + low) * LOG2E
-      earlier = index(shape, 1, n * ROWS) < index(shape, 0, block * ROWS)
-      weights = jnp.where(earlier & (exponent > INVISIBLE), across(most, shape) * jnp.exp2(exponent), 0.0)
-      weights_smem[...] = weights.astype(jnp.bfloat16)
-      plgpu.commit_smem()
+      earlier = index(shape, 1, far * ROWS) < index(shape, 0, block * ROWS)
+      discount = jnp.where(earlier & (exponent > INVISIBLE), jnp.exp2(exponent), 0.0)
+      unheard, sums = earlier, []
+      for kind in range(kinds):
+        most = load(most_ref.at[kind, b, kv], columns, 0)
+        weights = jnp.where(earlier, across(most, shape) * discount, 0.0)
+        weights_smem[...] = weights.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        heard = pl.run_scoped(total, plgpu.ACC(shape, f32)) + down(so_far[kind], shape)
+        unheard = unheard & (heard <= down(left_out * enough[kind], shape))
+        sums.append(so_far[kind] + weights.sum(axis=1))
+      return count + jnp.where(unheard, 1.0, 0.0).sum(axis=1), sums
 
-      def product(sums):
-        plgpu.wgmma(sums, weights_smem, ones_smem)
-        plgpu.wgmma_wait(0)
-        return sums[...]
-
-      heard = pl.run_scoped(product, plgpu.ACC(shape, f32)) + down(so_far, shape)
-      unheard = earlier & (heard <= down(enough, shape))
-      return count + jnp.where(unheard, 1.0, 0.0).sum(axis=1), so_far + weights.sum(axis=1)
-
-    nothing = plgpu.layout_cast(jnp.zeros((ROWS,), f32), WGMMA.reduce(1))
-    count, _ = lax.fori_loop(0, block + 1, hear, (nothing, nothing))
+    count, _ = lax.fori_loop(0, block + 1, hear, (by_row(0.0), [by_row(0.0)] * kinds))
     first_smem[...] = count.astype(jnp.int32)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(first_smem, first_ref.at[b, kv, rows])

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 ROWS = 64  # a warpgroup's rows of a tile: the M of wgmma
 TILE = 2 * ROWS  # tokens of two warpgroups; their keys are discounted to a common end
+IN_TILE = TILE // ROWS
 WIDTH = 32  # coordinates that a kernel without a loader takes at a time: registers are left for other blocks
 STATE_WIDTH = 64  # of heads in states; narrower ones are filled up with zeros
 BLOCK = 4 * ROWS  # sequences and chunks are whole ones of these
