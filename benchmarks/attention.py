@@ -6,7 +6,8 @@
 65,536 tokens at every length, or one sequence of more, 12 heads, bf16, gated (a logit offset of 6.9; `--offset` for
 another). The time is that of the whole call, preparation included: the median over groups of launches. Each line gives
 both times of both, cuDNN's over ours (above 1 is faster than cuDNN), and for the attention form the products' rate as
-a share of what an 8192 x 8192 x 8192 product of bf16 matrices reaches. A form is compared with XLA's in float32 at a
+a share of what an 8192 x 8192 x 8192 product of bf16 matrices reaches (of all pairs of tokens: where tiles are left out
+that gates have faded, it can be above 1). A form is compared with XLA's in float32 at a
 short length before it is timed.
 """
 
