@@ -115,6 +115,7 @@ def test_no_scale_changes_the_result(scale):
   assert relative(csympow.attention(q * 1e10, k, v, scale=scale), csympow.attention(q, k, v)) < 1e-6
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
   "form", ["chunked", *(pytest.param(x, marks=pytest.mark.slow) for x in ("attention", "recurrent"))]
 )

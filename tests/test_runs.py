@@ -329,6 +329,7 @@ def campaign(tmp_path, whole, kills, seed):
   return reached
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_a_random_moment_loses_nothing(whole, tmp_path):
   campaign(tmp_path, whole[0], kills=1, seed=0)
 
