@@ -34,6 +34,7 @@ def make(seed, heads, groups, tiles, d, rate):
   q, k, v = (random.normal(size=(1, tiles * TILE, n, d)) * 0.3 for n in (heads * groups, heads, heads))
   q[0, 5, 0] = q[0, 300, -1] = 0
   end = np.cumsum(-random.exponential(rate, (1, heads, tiles)), axis=-1)
+  v[:, TILE // 2 :: TILE] *= 64  # one token of each tile
   return jnp.asarray(q, jnp.float16), jnp.asarray(k, jnp.float16), jnp.asarray(v, jnp.bfloat16), end
 
 
@@ -64,17 +65,18 @@ ANYWHERE = [INTERPRETED, pytest.param(None, marks=pytest.mark.gpu)]
     (1, 2, 5, 32, 4, 3.0, 0.3),
     (2, 1, 6, 64, 2, 2.0, 0.1),
     (1, 1, 5, 128, 6, 20.0, 0.3),
-    (1, 1, ROWS + 20, 32, 2, 0.5, 0.1),
+    (1, 1, ROWS + 12, 32, 2, 1.5, 0.1),
   ],
 )
 def test_a_tile_reaches_as_far_as_the_bounds_say(heads, groups, tiles, d, power, rate, left_out, interpret, request):
   if interpret is not None:
     request.getfixturevalue("no_races")
   q, k, v, end = make(0, heads, groups, tiles, d, rate)
-  end -= 1e5  # of which float32 would keep no more than a hundredth
-  decay = np.exp(np.diff(end, axis=-1, prepend=-1e5))
+  k = k.at[:, : ROWS * TILE].multiply(1 if tiles < ROWS else 4)  # so that what comes from them is heard long after
+  end -= 1e7  # of which a float32 would keep nothing behind the point
+  decay = np.exp(np.diff(end, axis=-1, prepend=-1e7))
   padding = ((0, 0),) * 3 + ((0, -tiles % ROWS),)
-  before = np.concatenate([np.full_like(end[..., :1], -1e5), end[..., :-1]], axis=-1)
+  before = np.concatenate([np.full_like(end[..., :1], -1e7), end[..., :-1]], axis=-1)
   totals = Totals(*(jnp.pad(jnp.stack(halves(total)), padding, mode="edge") for total in (before, end)))
   how = {"left_out": left_out, "interpret": interpret}
   sizes = jnp.asarray(sizes_of(v).reshape(1, heads, -1), jnp.float32)
@@ -125,7 +127,8 @@ def found_visible(q, k, v, end, power, monkeypatch):
   [
     ("random", 2),
     ("faint for some", 4),
-    ("values", 2),
+    ("large values", 2),
+    ("small values", 2),
     *(pytest.param(what, 2, marks=pytest.mark.slow) for what in ("lengths", "one far", "alike", "no values")),
   ],
 )
@@ -140,8 +143,8 @@ def test_what_is_left_out_is_no_more_than_it_may_be(what, power, monkeypatch):
     k = k[:, :1] + 0.01 * k
   elif what == "faint for some":  # near keys are orthogonal to the queries of one head, far ones are not
     q[:, :, 1:, 32:], k[:, 2 * TILE :, :, :32] = 0, 1e-2 * k[:, 2 * TILE :, :, :32]
-  elif what == "values":
-    v[:, : 3 * TILE] *= 1e4
+  elif what.endswith("values") and what != "no values":
+    v[:, : 3 * TILE] *= 1e4 if what == "large values" else 1e-4
   elif what == "no values":
     v[:, 3 * TILE :] = 0
   q, k, v = (jnp.asarray(x, dtype) for x, dtype in ((q, jnp.float16), (k, jnp.float16), (v, jnp.bfloat16)))
