@@ -85,13 +85,12 @@ def test_a_tile_reaches_as_far_as_the_bounds_say(heads, groups, tiles, d, power,
 
   q, k, sizes = tiles_of(q), tiles_of(k), sizes_of(v)
   squares = np.sum(k**2, axis=-1)
-  largest = np.max(squares, axis=-1) ** (power // 2 - 1)
-  spread = np.max(np.sum(np.abs(np.einsum("bhnja,bhnjc->bhnac", k, k)), axis=-1), axis=-1)
+  together = bound_by_moments(k, power)
   unheard = np.ones((1, heads, tiles, tiles), bool)
   for value in (np.ones_like(sizes), sizes):
     most = np.sum(value * squares ** (power // 2), axis=-1)
     if d >= ROWS:
-      most = np.minimum(most, np.max(value, axis=-1) * largest * spread)
+      most = np.minimum(most, np.max(value, axis=-1) * together)
     for n in range(1, tiles):
       length = np.sum(q[:, :, n] ** 2, axis=-1).reshape(1, heads, groups, TILE) ** (power // 2)
       near_by = sum(
@@ -105,6 +104,43 @@ def test_a_tile_reaches_as_far_as_the_bounds_say(heads, groups, tiles, d, power,
   assert np.any(expected > 0)
   # On a chip exponentials and quotients are not those of float64, and a tile may be just about as much as it may be.
   np.testing.assert_allclose(first, expected, atol=0 if interpret is not None else 1)
+
+
+def bound_by_moments(k, power):
+  """What the second moments of each tile's keys, B H n 128 d, say that a query of length 1 gathers at most."""
+  moments = np.einsum("bhnja,bhnjc->bhnac", k, k)
+  squares, widest = np.sum(k**2, axis=-1), np.max(np.sum(np.abs(moments), axis=-1), axis=-1)
+  trace, longest = np.sum(squares, axis=-1), np.max(squares, axis=-1)
+  lost = widest * 2.0**-11 + k.shape[-1] * 2.0**-24 * trace  # when a row of the moments is rounded to float16
+  if power == 2:
+    return np.sqrt(np.max(np.sum(np.abs(moments @ moments), axis=-1), axis=-1) + 3 * widest * lost)
+  by_key = np.einsum("bhnja,bhnac,bhnjc->bhnj", k, moments, k)
+  return longest ** (power // 2 - 2) * (np.max(by_key, axis=-1) + longest * lost)
+
+
+@pytest.mark.parametrize("power", [2, 4, 6])
+@pytest.mark.parametrize("what", ["random", "alike", "one", "lengths"])
+def test_no_query_gathers_more_than_moments_say(what, power):
+  random = np.random.default_rng(0)
+  k = random.normal(size=(1, 1, 1, TILE, 64))
+  k = {
+    "random": k,
+    "alike": 1 + 0.1 * k,
+    "one": k * (np.arange(TILE) == 3)[:, None],
+    "lengths": k * np.exp(3 * k[..., :1]),
+  }[what]
+  worst = [
+    k[0, 0, 0],
+    np.linalg.eigh(np.einsum("ja,jb->ab", k[0, 0, 0], k[0, 0, 0]))[1].T,
+    random.normal(size=(99, 64)),
+  ]
+  q = np.concatenate(worst)
+  q = q[np.any(q != 0, axis=-1)]
+  for _ in range(20):  # uphill
+    q = q / np.linalg.norm(q, axis=-1, keepdims=True)
+    scores = q @ k[0, 0, 0].T
+    q, gathered = scores ** (power - 1) @ k[0, 0, 0], np.sum(scores**power, axis=-1)
+  assert 0.05 < np.max(gathered) / bound_by_moments(k, power)[0, 0, 0] <= 1
 
 
 def halves(x):

@@ -2,11 +2,15 @@
 
     least = min_i sum_j (q_i . k_j) ** p / |q_i| ** p     over a tile's queries, and the keys of the two tiles before it
     most  = sum_j |k_j| ** p                              of a tile's keys: no query of length 1 gathers more,
-            max_j |k_j| ** (p - 2)  max_a sum_b |sum_j k_ja k_jb|   nor more than this, in heads of whole ROWS
+
+nor more, in heads of whole ROWS, than what M = sum_j k_j k_j^T says:
+
+    p = 2   the largest eigenvalue of M, and its square is at most the largest sum of a row of |M^2|
+    p > 2   max_j |k_j| ** (p - 4)  max_i k_i . M k_i     of (k_i . k_j) ** 2, with the same eigenvalues as the sum of
+                                                          all (k_j x k_j) (k_j x k_j)^T, the largest sum of a row
 
 and the same of weights times the size of each key's value. Keys are those that the attention kernels read, discounted
-to the end of their tile, and `least` is in the scale of what has come to the start of the query's tile. The last factor
-is at least the largest eigenvalue of sum_j k_j k_j^T.
+to the end of their tile, and `least` is in the scale of what has come to the start of the query's tile.
 
 A block of the grid is one warpgroup with the queries of a tile, and the keys of the tile before, which it has to load.
 Nothing is looked at where the gates leave so much of the first tile's keys to the last tile that hardly any could be
@@ -28,6 +32,7 @@ from kernels_pallas.gpu.tiles import IN_TILE, ROWS, TILE, WGMMA, across, by_eigh
 from kernels_pallas.weights import even_power, raised
 
 _KINDS = 2  # of sums: of weights, and of weights times values
+_ROUNDING = 2.0**-11, 2.0**-24  # of a float16, relative to it, and of one that is hardly more than 0
 
 
 class Totals(NamedTuple):
@@ -62,9 +67,8 @@ def bounds(
   batch, time, query_heads, head_dim = q.shape
   heads, tiles, f32 = folded.shape[2], time // TILE, jnp.float32
 
-  def kernel(
-    q_ref, k_ref, decay_ref, sizes_ref, before_ref, end_ref, least_ref, most_ref, q_smem, k_smem, sizes_smem, filled
-  ):
+  def kernel(q_ref, k_ref, decay_ref, sizes_ref, before_ref, end_ref, least_ref, most_ref, *scratch):
+    q_smem, k_smem, sizes_smem, moments_smem, filled = scratch
     row, head = (f(lax.axis_index("block"), jnp.int32(query_heads)) for f in (lax.div, lax.rem))
     b, n = (f(row, jnp.int32(tiles)) for f in (lax.div, lax.rem))
     kv, of_group = (f(head, jnp.int32(query_heads // heads)) for f in (lax.div, lax.rem))
@@ -113,11 +117,55 @@ def bounds(
       shares = (jnp.min(jnp.where(length > 0, x / length, jnp.inf)) for x in sums)
       return tuple(map(jnp.minimum, so_far, shares))
 
-    def spread(part, sums):
-      for block in range(IN_TILE):
-        coordinates = k_smem.at[1, block, :, pl.ds(part * ROWS, ROWS)]
-        plgpu.wgmma(sums, coordinates.transpose((1, 0)), k_smem.at[1, block])
-      return jnp.max(jnp.abs(sums[...]).sum(axis=1))
+    def largest(parts, add, number):
+      """Of the numbers that a matrix's parts have: ROWS rows each, which `add` makes."""
+
+      def of_part(part, sums):
+        add(part, sums)
+        return number(part, sums[...])
+
+      accumulator = plgpu.ACC((ROWS, head_dim), f32)
+      return functools.reduce(
+        jnp.maximum, (pl.run_scoped(functools.partial(of_part, part), accumulator) for part in range(parts))
+      )
+
+    def together(trace, longest):
+      """What M says. Over its trace it is a matrix that float16 has room for."""
+      halves = [pl.ds(n * ROWS, ROWS) for n in range(head_dim // ROWS)]
+      scale = jnp.where(trace > 0, 1 / trace, 0.0)
+
+      def moments(part, sums):
+        for keys in (k_smem.at[1, block] for block in range(IN_TILE)):
+          plgpu.wgmma(sums, keys.at[:, halves[part]].transpose((1, 0)), keys)
+
+      def times_moments(lefts, part, sums):
+        for n, left in enumerate(lefts(part)):
+          plgpu.wgmma(sums, left, moments_smem.at[n])
+
+      def rows_of_moments(part):  # for they are symmetric; and Mosaic wants two operands that are not the same
+        return [moments_smem.at[n, :, halves[part]].transpose((1, 0)) for n in range(len(halves))]
+
+      def rows_of_keys(part):
+        return [k_smem.at[1, part, :, half] for half in halves]
+
+      def row(part, found):
+        return jnp.max(jnp.abs(found).sum(axis=1))
+
+      def kept_row(part, found):
+        moments_smem[part] = (found * scale).astype(q.dtype)
+        return row(part, found * scale)
+
+      def with_keys(part, found):
+        return jnp.max((found * plgpu.load(k_smem.at[1, part], layout=WGMMA, optimized=False).astype(f32)).sum(axis=1))
+
+      widest = largest(len(halves), moments, kept_row)
+      plgpu.commit_smem()
+      lost = widest * _ROUNDING[0] + head_dim * _ROUNDING[1]  # of a row's sum, at most
+      if power == 2:
+        squared = largest(len(halves), functools.partial(times_moments, rows_of_moments), row)
+        return trace * jnp.sqrt(squared + 3 * widest * lost)
+      found = largest(IN_TILE, functools.partial(times_moments, rows_of_keys), with_keys)
+      return trace * raised(longest, power // 2 - 2) * (found + longest * lost)
 
     def of_keys():
       squares, sizes = (
@@ -125,16 +173,10 @@ def bounds(
       )
       alone = [raised(x, power // 2) for x in squares]
       most = [sum(map(jnp.sum, alone)), sum(jnp.sum(x * size) for x, size in zip(alone, sizes, strict=True))]
-      spreads = [
-        pl.run_scoped(functools.partial(spread, part), plgpu.ACC((ROWS, head_dim), f32))
-        for part in range(head_dim // ROWS)
-      ]
-      if spreads:  # narrower heads are no operand of such a product
-        longest, largest, widest = (
-          functools.reduce(jnp.maximum, x) for x in (map(jnp.max, squares), map(jnp.max, sizes), spreads)
-        )
-        together = raised(longest, power // 2 - 1) * widest
-        most = [jnp.minimum(most[0], together), jnp.minimum(most[1], together * largest)]
+      if head_dim >= ROWS:  # narrower heads are no operand of such products
+        longest, largest_value = (functools.reduce(jnp.maximum, map(jnp.max, x)) for x in (squares, sizes))
+        bound = together(sum(map(jnp.sum, squares)), longest)
+        most = [jnp.minimum(most[0], bound), jnp.minimum(most[1], bound * largest_value)]
       return most
 
     @pl.when(~fades)
@@ -169,6 +211,7 @@ def bounds(
       shared((IN_TILE, ROWS, head_dim), q.dtype),
       shared((2, IN_TILE, ROWS, head_dim), q.dtype),
       plgpu.SMEM((2, IN_TILE, ROWS), f32),
+      shared((head_dim // ROWS, ROWS, head_dim), q.dtype) if head_dim >= ROWS else plgpu.SMEM((1,), f32),
       plgpu.Barrier(num_arrivals=5 * IN_TILE),
     ],
     grid=(batch * tiles * query_heads,),
