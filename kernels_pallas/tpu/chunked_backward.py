@@ -91,12 +91,12 @@ def queries(
       found[: turn.size] = turn.weighted(S[turn.rows]).astype(jnp.bfloat16)
 
       def read(g):
-        for n in (g * tiles + t for t in range(tiles)):
-          turn.add_transposed(sums, queries, n, found, cotangents[n])
+        for some in shifts.by_twos(tiles):
+          at = [g * tiles + t for t in some]
+          turn.add_transposed(sums, queries, at, found, shifts.side_by_side(cotangents[n] for n in at), rows=64)
 
       shifts.for_all_groups(group, read)
-      for part in turn.parts(256):
-        S[part.rows] = S[part.rows] * decay + dot(part.all_features(keys, range(tiles)), discounted[...], NT)
+      turn.add_to_state(S, keys, range(tiles), lambda: discounted[...], decay=decay)
 
     shifts.for_all_shifts(head_dim, visit)
 
@@ -190,20 +190,18 @@ def keys(
     discounted[...] = _discounted(v_ref[0, 0], until_ref[0, 0])
 
     def visit(turn: Shifts) -> None:
-      weighted = turn.weighted(dS[turn.rows])
-      found[: turn.size] = weighted.astype(jnp.bfloat16)
+      found[: turn.size] = turn.weighted(dS[turn.rows]).astype(jnp.bfloat16)
       found_transposed = transposed[turn.is_last]
-      found_transposed[...] = weighted.T.astype(jnp.bfloat16)
+      shifts.transpose(found_transposed, found[: turn.size].astype(jnp.float32))
       for t in range(tiles):
-        turn.add_transposed(sums, keys, t, found, discounted[:, tile(t)])
-        value_sums[t] += dot(found_transposed[...], turn.features(keys, t))
+        turn.add_transposed(sums, keys, [t], found, discounted[:, tile(t)], rows=head_dim)
+        read = shifts.side_by_side(found_transposed[n] for n in range(found_transposed.shape[0]))
+        value_sums[t] += dot(read, turn.features(keys, t))
       dS[turn.rows] = dS[turn.rows] * decay
 
       def write(g):
         at = [g * tiles + t for t in range(tiles)]
-        dn = jnp.concatenate([cotangents[n] for n in at], axis=1)
-        for part in turn.parts(256):
-          dS[part.rows] += dot(part.all_features(queries, at), dn, NT)
+        turn.add_to_state(dS, queries, at, lambda: shifts.side_by_side(cotangents[n] for n in at))
 
       shifts.for_all_groups(group, write)
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from kernels_pallas.tpu import shifts
-from kernels_pallas.tpu.shifts import LANES, NT, Carried, Chunks, Shifts, State, dot, tile
+from kernels_pallas.tpu.shifts import LANES, Carried, Chunks, Shifts, State, dot, tile
 from kernels_pallas.weights import SMALLEST
 
 
@@ -41,7 +41,7 @@ def forward(
     initial_refs = None if initial is None else (refs.pop(0), refs.pop(0))
     y_ref, normaliser_ref, heard_ref = (refs.pop(0) for _ in range(3))
     final_refs = (refs.pop(0), refs.pop(0)) if return_final else None
-    keys, queries, sums, discounted, features, *transposed = refs[3:]
+    keys, queries, sums, discounted, features, key_features, rounded, *transposed = refs[3:]
     carried = Carried(*refs[:3])
     S, Z = carried[:2]
     *place, n = (pl.program_id(axis) for axis in range(3))
@@ -93,17 +93,21 @@ def forward(
 
     def visit(turn: Shifts) -> None:
       found = transposed[turn.is_last]
-      found[...] = turn.weighted(S[turn.rows]).T.astype(jnp.bfloat16)
-      # The state written first: the matrix units are then busy while it is transposed to be read.
-      for part in turn.parts(256):
-        S[part.rows] = S[part.rows] * decay + dot(part.all_features(keys, range(tiles)), discounted[...], NT)
+      state = S[turn.rows]
+      # By way of memory, for the state would wait in registers, that are too few, until it is transposed.
+      rounded[: turn.size] = turn.weighted(state).astype(jnp.bfloat16)
+      shifts.transpose(found, rounded[: turn.size].astype(jnp.float32))
+      S[turn.rows] = state * decay
+      # Written first: the matrix units are then busy while it is transposed to be read.
+      turn.add_to_state(S, keys, range(tiles), lambda: discounted[...], room=key_features)
 
       def read(g):
-        for some in shifts.side_by_side(tiles):
+        for some in shifts.by_twos(tiles):
           for t in some:
             turn.expand(features, queries, g * tiles + t, t)
           at = pl.ds(some[0] * LANES, len(some) * LANES)
-          sums[g, :, at] += dot(found[...], jnp.concatenate([features[t, : turn.size] for t in some], axis=1))
+          read = shifts.side_by_side(found[n] for n in range(found.shape[0]))
+          sums[g, :, at] += dot(read, shifts.side_by_side(features[t, : turn.size] for t in some))
 
       shifts.for_all_groups(group, read)
 
@@ -145,6 +149,8 @@ def forward(
       pltpu.VMEM((group, value_dim, chunk), jnp.float32),
       pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
       shifts.scratch_of_features(tiles),
+      shifts.scratch_of_features(tiles, 2 * shifts.PART),
+      pltpu.VMEM((shifts.ROWS, value_dim), jnp.bfloat16),
       *shifts.scratch_of_transposed(head_dim, value_dim),
     ],
     compiler_params=shifts.PARAMETERS,

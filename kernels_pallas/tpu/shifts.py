@@ -10,7 +10,7 @@ All products have bfloat16 operands and float32 sums. VMEM is rows of 128 lanes,
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from jaxtyping import Array, BFloat16, Float
 
 LANES = 128  # tokens in a tile
 ROWS = 1024  # features that a turn of the loop over shifts expands: the more, the shorter the matrix units wait
+PART = 256  # of these, those that a product adds to a state
 VMEM = 60 * 2**20  # bytes that a kernel may ask for
 NT = ((1,), (1,))  # a product with the second operand transposed
 
@@ -104,16 +105,26 @@ def scratch_of_vectors(count: int, head_dim: int) -> Any:
   return pltpu.VMEM((count, head_dim * 3 // 2, LANES), jnp.float32)
 
 
-def scratch_of_features(tiles: int) -> Any:
-  """Room for the features of a turn of the loop. One array for each tile: in longer rows a register of 16-bit values
-  would lie in two halves.
-  """
-  return pltpu.VMEM((tiles, ROWS, LANES), jnp.bfloat16)
+def scratch_of_features(tiles: int, rows: int = ROWS) -> Any:
+  """Room for features. One array for each tile: in longer rows a register of 16-bit values would lie in two halves."""
+  return pltpu.VMEM((tiles, rows, LANES), jnp.bfloat16)
 
 
 def scratch_of_transposed(head_dim: int, value_dim: int) -> list[Any]:
-  """Room for the features of a turn of the loop, or of the last shift, on lanes."""
-  return [pltpu.VMEM((value_dim, size), jnp.bfloat16) for size in (ROWS, head_dim // 2)]
+  """Room for a state's features of a turn of the loop, or of the last shift, on lanes: by tiles, as above."""
+  sizes = (ROWS, head_dim // 2)
+  return [pltpu.VMEM((-(-size // LANES), value_dim, min(size, LANES)), jnp.bfloat16) for size in sizes]
+
+
+def transpose(out: Any, state: Float[Array, "f v"]) -> None:
+  """Writes a state with features on lanes."""
+  for n in range(out.shape[0]):
+    out[n] = state[n * LANES : (n + 1) * LANES].T.astype(jnp.bfloat16)
+
+
+def side_by_side(tiles: Iterable[BFloat16[Array, "rows _"]]) -> BFloat16[Array, "rows columns"]:
+  """Tiles side by side."""
+  return jnp.concatenate(list(tiles), axis=1)
 
 
 def clear(ref: Any) -> None:
@@ -180,10 +191,33 @@ class Shifts(NamedTuple):
     """How many features these are."""
     return self.many * self.head_dim or self.head_dim // 2
 
-  def parts(self, rows: int) -> "list[Shifts]":
-    """The same, in parts of so many features: what is summed for all of them at once must fit the registers."""
-    many = rows // self.head_dim
-    return [self._replace(first=self.first + n, many=many) for n in range(0, self.many, many)] or [self]
+  def add_to_state(
+    self,
+    state: Any,
+    x: Any,
+    tiles: Sequence[Any],
+    y: Callable[[], BFloat16[Array, "v T"]],
+    *,
+    decay: Any = None,
+    room: Any = None,
+  ) -> None:
+    """S <- decay S + phi(x) y^T over several tiles: the sum over all their tokens is the matrix unit's.
+
+    By parts, for sums must fit the registers, each of which loads y for itself. With `room` for the features of two
+    parts in memory no more of them are made before the matrix units have taken the first.
+    """
+    many = PART // self.head_dim
+    parts = [self._replace(first=self.first + n, many=many) for n in range(0, self.many, many)] or [self]
+    for number, part in enumerate(parts):
+      if room is None:
+        features = [part.features(x, n) for n in tiles]
+      else:
+        mine = room.at[:, pl.ds(number % 2 * PART, part.size)]
+        for place, n in enumerate(tiles):
+          part.expand(mine, x, n, place)
+        features = [mine[place] for place in range(len(tiles))]
+      kept = state[part.rows] if decay is None else state[part.rows] * decay
+      state[part.rows] = kept + dot(side_by_side(features), y(), NT)
 
   def features(self, x: Any, n: int) -> BFloat16[Array, "f t"]:
     """Products of two coordinates of a tile of vectors, without their weight."""
@@ -201,10 +235,6 @@ class Shifts(NamedTuple):
     for m in range(self.many):
       out[at, m * d : (m + 1) * d] = self._replace(first=self.first + m, many=1).features(x, n)
 
-  def all_features(self, x: Any, tiles: Iterable[Any]) -> BFloat16[Array, "f T"]:
-    """The features of several tiles side by side: a product over all their tokens is summed in the matrix unit."""
-    return jnp.concatenate([self.features(x, n) for n in tiles], axis=1)
-
   def weighted(self, state: Float[Array, "f dv"]) -> Float[Array, "f dv"]:
     """Each product as often as it occurs in (q . k) ** 2."""
     if self.is_last:
@@ -212,20 +242,30 @@ class Shifts(NamedTuple):
     square = (lax.broadcasted_iota(jnp.int32, (state.shape[0], 1), 0) < self.head_dim) & (self.first == 0)
     return jnp.where(square, 1.0, 2.0) * state
 
-  def add_transposed(self, sums: Any, x: Any, n: int, found: Any, y: BFloat16[Array, "v t"]) -> None:
-    """Adds what a tile of vectors gets of the cotangent of its features, which is `found` times y."""
-    d = self.head_dim
+  def add_transposed(
+    self, sums: Any, x: Any, tiles: Sequence[Any], found: Any, y: BFloat16[Array, "v T"], rows: int
+  ) -> None:
+    """Adds what tiles of vectors get of the cotangents of their features, which are `found` times y.
+
+    Of each shift so many `rows` at a time: what is summed over shifts must fit the registers.
+    """
+    d, columns = self.head_dim, [slice(at * LANES, (at + 1) * LANES) for at in range(len(tiles))]
     if self.is_last:
-      dphi = dot(found[: self.size], y)
-      sums[n, : d // 2] += dphi * x[n, d // 2 : d]
-      sums[n, d // 2 : d] += dphi * x[n, : d // 2]
+      dphi, half = dot(found[: self.size], y), d // 2
+      for n, at in zip(tiles, columns, strict=True):
+        sums[n, :half] += dphi[:, at] * x[n, half:d]
+        sums[n, half:d] += dphi[:, at] * x[n, :half]
       return
-    unshifted = jnp.zeros((d, LANES), jnp.float32)
-    for m in range(self.many):
-      dphi, shifted = dot(found[m * d : (m + 1) * d], y), pl.ds(self.first + m, d)
-      unshifted += dphi * x[n, shifted]
-      sums[n, shifted] += dphi * x[n, :d]
-    sums[n, :d] += unshifted
+    for first in range(0, d, rows):
+      unshifted = [jnp.zeros((rows, LANES), jnp.float32) for _ in tiles]
+      some = pl.ds(first, rows)
+      for m in range(self.many):
+        dphi, shifted = dot(found[pl.ds(m * d + first, rows)], y), pl.ds(self.first + m + first, rows)
+        for place, (n, at) in enumerate(zip(tiles, columns, strict=True)):
+          unshifted[place] += dphi[:, at] * x[n, shifted]
+          sums[n, shifted] += dphi[:, at] * x[n, some]
+      for place, n in enumerate(tiles):
+        sums[n, some] += unshifted[place]
 
 
 def folded(sums: Any, n: int, head_dim: int) -> Float[Array, "d t"]:
@@ -282,7 +322,7 @@ def tokens_down(x: BFloat16[Array, "d t"]) -> BFloat16[Array, "t d"]:
 
 def triangle(tiles: int) -> list[tuple[slice, int]]:
   """Pairs inside a chunk: the queries of some tiles, and each tile of keys that any of them sees, by queries."""
-  queries = [slice(some[0] * LANES, (some[-1] + 1) * LANES) for some in side_by_side(tiles)]
+  queries = [slice(some[0] * LANES, (some[-1] + 1) * LANES) for some in by_twos(tiles)]
   return [(i, j) for i in queries for j in range(i.stop // LANES)]
 
 
@@ -298,7 +338,7 @@ def begun_ahead[P, R](places: Iterable[P], begin: Callable[[P], R]) -> Iterator[
   yield from begun
 
 
-def side_by_side(tiles: int) -> list[list[int]]:
+def by_twos(tiles: int) -> list[list[int]]:
   """The tiles by twos: a product with 256 tokens fills the matrix units of every chip."""
   return [list(range(n, min(n + 2, tiles))) for n in range(0, tiles, 2)]
 
