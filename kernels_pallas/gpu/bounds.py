@@ -5,9 +5,9 @@
 
 nor more, in heads of whole ROWS, than what M = sum_j k_j k_j^T says:
 
-    p = 2   the largest eigenvalue of M, and its square is at most the largest sum of a row of |M^2|
-    p > 2   max_j |k_j| ** (p - 4)  max_i k_i . M k_i     of (k_i . k_j) ** 2, with the same eigenvalues as the sum of
-                                                          all (k_j x k_j) (k_j x k_j)^T, the largest sum of a row
+    p = 2   sqrt(max_a sum_b |M^2|_ab)                    for it gathers q . M q, M's largest eigenvalue at most
+    p > 2   max_j |k_j| ** (p - 4)  max_i k_i . M k_i     for sum_j (q . k_j) ** 4 is at most the largest eigenvalue of
+                                                          (k_i . k_j) ** 2, and that its largest sum of a row
 
 and the same of weights times the size of each key's value. Keys are those that the attention kernels read, discounted
 to the end of their tile, and `least` is in the scale of what has come to the start of the query's tile.
@@ -32,7 +32,7 @@ from kernels_pallas.gpu.tiles import IN_TILE, ROWS, TILE, WGMMA, across, by_eigh
 from kernels_pallas.weights import even_power, raised
 
 _KINDS = 2  # of sums: of weights, and of weights times values
-_ROUNDING = 2.0**-11, 2.0**-24  # of a float16, relative to it, and of one that is hardly more than 0
+_RELATIVE, _ABSOLUTE = 2.0**-11, 2.0**-24  # how far a number is from the next float16, if that is a normal one or not
 
 
 class Totals(NamedTuple):
@@ -148,23 +148,23 @@ def bounds(
       def rows_of_keys(part):
         return [k_smem.at[1, part, :, half] for half in halves]
 
-      def row(part, found):
+      def widest_row(_, found):
         return jnp.max(jnp.abs(found).sum(axis=1))
 
-      def kept_row(part, found):
+      def keep(part, found):
         moments_smem[part] = (found * scale).astype(q.dtype)
-        return row(part, found * scale)
+        return widest_row(part, found * scale)
 
-      def with_keys(part, found):
+      def times_keys(part, found):
         return jnp.max((found * plgpu.load(k_smem.at[1, part], layout=WGMMA, optimized=False).astype(f32)).sum(axis=1))
 
-      widest = largest(len(halves), moments, kept_row)
+      widest = largest(len(halves), moments, keep)
       plgpu.commit_smem()
-      lost = widest * _ROUNDING[0] + head_dim * _ROUNDING[1]  # of a row's sum, at most
+      lost = widest * _RELATIVE + head_dim * _ABSOLUTE  # of a row's sum, at most
       if power == 2:
-        squared = largest(len(halves), functools.partial(times_moments, rows_of_moments), row)
+        squared = largest(len(halves), functools.partial(times_moments, rows_of_moments), widest_row)
         return trace * jnp.sqrt(squared + 3 * widest * lost)
-      found = largest(IN_TILE, functools.partial(times_moments, rows_of_keys), with_keys)
+      found = largest(IN_TILE, functools.partial(times_moments, rows_of_keys), times_keys)
       return trace * raised(longest, power // 2 - 2) * (found + longest * lost)
 
     def of_keys():

@@ -24,6 +24,8 @@ from jaxtyping import Array, BFloat16, Float
 from kernels_pallas.tpu import shifts
 from kernels_pallas.tpu.shifts import LANES, NT, Carried, Chunks, Shifts, State, dot, tile
 
+_ROWS = 64  # of a shift's features, whose cotangents for two tiles of queries the registers hold
+
 
 class Rows(NamedTuple):
   """What the queries bring to the backward pass."""
@@ -93,7 +95,7 @@ def queries(
       def read(g):
         for some in shifts.by_twos(tiles):
           at = [g * tiles + t for t in some]
-          turn.add_transposed(sums, queries, at, found, shifts.side_by_side(cotangents[n] for n in at), rows=64)
+          turn.add_transposed(sums, queries, at, found, shifts.side_by_side(cotangents[n] for n in at), _ROWS)
 
       shifts.for_all_groups(group, read)
       turn.add_to_state(S, keys, range(tiles), lambda: discounted[...], decay=decay)
@@ -192,11 +194,10 @@ def keys(
     def visit(turn: Shifts) -> None:
       found[: turn.size] = turn.weighted(dS[turn.rows]).astype(jnp.bfloat16)
       found_transposed = transposed[turn.is_last]
-      shifts.transpose(found_transposed, found[: turn.size].astype(jnp.float32))
+      shifts.transpose(found_transposed, found)
       for t in range(tiles):
-        turn.add_transposed(sums, keys, [t], found, discounted[:, tile(t)], rows=head_dim)
-        read = shifts.side_by_side(found_transposed[n] for n in range(found_transposed.shape[0]))
-        value_sums[t] += dot(read, turn.features(keys, t))
+        turn.add_transposed(sums, keys, [t], found, discounted[:, tile(t)], head_dim)
+        value_sums[t] += dot(shifts.transposed(found_transposed), turn.features(keys, t))
       dS[turn.rows] = dS[turn.rows] * decay
 
       def write(g):

@@ -96,7 +96,7 @@ def forward(
       state = S[turn.rows]
       # By way of memory, for the state would wait in registers, that are too few, until it is transposed.
       rounded[: turn.size] = turn.weighted(state).astype(jnp.bfloat16)
-      shifts.transpose(found, rounded[: turn.size].astype(jnp.float32))
+      shifts.transpose(found, rounded)
       S[turn.rows] = state * decay
       # Written first: the matrix units are then busy while it is transposed to be read.
       turn.add_to_state(S, keys, range(tiles), lambda: discounted[...], room=key_features)
@@ -106,8 +106,7 @@ def forward(
           for t in some:
             turn.expand(features, queries, g * tiles + t, t)
           at = pl.ds(some[0] * LANES, len(some) * LANES)
-          read = shifts.side_by_side(found[n] for n in range(found.shape[0]))
-          sums[g, :, at] += dot(read, shifts.side_by_side(features[t, : turn.size] for t in some))
+          sums[g, :, at] += dot(shifts.transposed(found), shifts.side_by_side(features[t, : turn.size] for t in some))
 
       shifts.for_all_groups(group, read)
 

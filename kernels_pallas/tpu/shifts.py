@@ -116,10 +116,15 @@ def scratch_of_transposed(head_dim: int, value_dim: int) -> list[Any]:
   return [pltpu.VMEM((-(-size // LANES), value_dim, min(size, LANES)), jnp.bfloat16) for size in sizes]
 
 
-def transpose(out: Any, state: Float[Array, "f v"]) -> None:
-  """Writes a state with features on lanes."""
+def transpose(out: Any, state: Any) -> None:
+  """Writes a state that is in memory with features on lanes."""
   for n in range(out.shape[0]):
-    out[n] = state[n * LANES : (n + 1) * LANES].T.astype(jnp.bfloat16)
+    out[n] = state[pl.ds(n * LANES, out.shape[2])].astype(jnp.float32).T.astype(jnp.bfloat16)
+
+
+def transposed(tiles: Any) -> BFloat16[Array, "v f"]:
+  """What `transpose` wrote."""
+  return side_by_side(tiles[n] for n in range(tiles.shape[0]))
 
 
 def side_by_side(tiles: Iterable[BFloat16[Array, "rows _"]]) -> BFloat16[Array, "rows columns"]:
