@@ -3,12 +3,12 @@
     python benchmarks/attention.py                                      # the second table of docs/kernels.md
     python benchmarks/attention.py --lengths=4096 --powers=2 --rotated  # one line of it, with rotations
 
-65,536 tokens at every length, or one sequence of more, 12 heads, bf16, gated (a logit offset of 6.9; `--offset` for
-another). The time is that of the whole call, preparation included: the median over groups of launches. Each line gives
-both times of both, cuDNN's over ours (above 1 is faster than cuDNN), and for the attention form the products' rate as
-a share of what an 8192 x 8192 x 8192 product of bf16 matrices reaches (of all pairs of tokens: where tiles are left out
-that gates have faded, it can be above 1). A form is compared with XLA's in float32 at a
-short length before it is timed.
+65,536 tokens at every length, or one sequence of more, 12 heads, bf16, gated (a logit offset of 6.9; `--offset=5` for
+another, `--offset=3,11` for heads that differ). The time is that of the whole call, preparation included: the median
+over groups of launches. Each line gives both times of both, cuDNN's over ours (above 1 is faster than cuDNN), and for
+the attention form the products' rate as a share of what an 8192 x 8192 x 8192 product of bf16 matrices reaches (of all
+pairs of tokens: where tiles are left out that gates have faded, it can be above 1). A form is compared with XLA's in
+float32 at a short length before it is timed.
 """
 
 import argparse
@@ -27,11 +27,14 @@ import csympow
 LINE = "{:>9} {:>3} {:>4} {:>18} {:>18} {:>13} {:>22}"
 
 
-def inputs(batch: int, length: int, heads: int, dim: int, offset: float, spread: float):
-  """Queries, keys, values, log gates, betas and the cotangent of the output."""
+def inputs(batch: int, length: int, heads: int, dim: int, offsets: list[float], spread: float):
+  """Queries, keys, values, log gates, betas and the cotangent of the output.
+
+  Logits of the gates are around `offsets`, from the first head's to the last one's.
+  """
   keys = jax.random.split(jax.random.key(0), 6)
   q, k, v, dy = (jax.random.normal(key, (batch, length, heads, dim), jnp.bfloat16) for key in keys[:4])
-  logits = offset + spread * jax.random.normal(keys[4], (batch, length, heads))
+  logits = jnp.linspace(offsets[0], offsets[-1], heads) + spread * jax.random.normal(keys[4], (batch, length, heads))
   beta = 1 + jnp.tanh(jax.random.normal(keys[5], (batch, length, heads)))
   return q, k, v, jax.nn.log_sigmoid(logits), beta, dy
 
@@ -78,7 +81,8 @@ def check(power: int, form: str, dim: int, rotated: bool, implementation: str | 
 
   Against XLA's attention form in float32. Gates' and betas' gradients are sums over time of terms that cancel.
   """
-  arrays = inputs(1, 2300, 12, dim, 4.0, 1.0)  # as many heads as are timed
+  # As many heads as are timed, some of which forget, and long enough for that to count.
+  arrays = inputs(1, 4600, 12, dim, [3.0, 9.0], 1.0)
   several = 1024 if form == "chunked" else None
   found = jax.jit(with_backward(power_attention(power, form, rotated, implementation, several)))(*arrays)
   with jax.default_matmul_precision("highest"):
@@ -126,19 +130,20 @@ def main() -> None:
   parser.add_argument("--form", default="attention")
   parser.add_argument("--implementation", default="pallas", choices=["pallas", "xla", "none"])
   parser.add_argument("--rotated", action="store_true")
-  parser.add_argument("--offset", type=float, default=6.9, help="the mean logit of the gates")
+  parser.add_argument("--offset", default="6.9", help="the mean logit of the gates, or the first head's and the last's")
   parser.add_argument("--spread", type=float, default=1.0, help="the deviation of the logits")
   parser.add_argument("--groups", type=int, default=5)
   parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the table")
   args = parser.parse_args()
   implementation = None if args.implementation == "none" else args.implementation
   lengths, powers, dims = ([int(x) for x in text.split(",")] for text in (args.lengths, args.powers, args.dims))
+  offsets = [float(x) for x in args.offset.split(",")]
   device = jax.devices()[0]
   if device.platform != "gpu":
     parser.error(f"needs an NVIDIA GPU, for cuDNN is what it compares with; this is a {device.platform}")
 
   def made(length: int, dim: int):
-    return inputs(max(1, args.tokens // length), length, args.heads, dim, args.offset, args.spread)
+    return inputs(max(1, args.tokens // length), length, args.heads, dim, offsets, args.spread)
 
   peak = ceiling(args.groups)
   print(f"{device.device_kind}, jax {jax.__version__}; a large product: {peak / 1e12:.0f} TFLOP/s")

@@ -12,7 +12,7 @@ import pytest
 
 import csympow
 from csympow import context, cost
-from csympow.forms import near
+from csympow.forms import near, visible
 from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
 from kernels_pallas.gpu import state_write, symmetric_write
@@ -417,11 +417,22 @@ def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
   assert_lowers(*gradients(case, chunk=1024), *ATTENTION, *STATES)
 
 
+@pytest.fixture
+def long(monkeypatch):
+  """What makes sequences of a few tiles count as long."""
+  monkeypatch.setattr(visible, "LONG", TILE)
+  monkeypatch.setattr(visible, "tiles_of_a_state", lambda *widths: 2)
+
+
+SEARCH = ("sizes", "bounds", "reach")
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("long")
 @pytest.mark.parametrize(("chunk", "dv"), [(None, 64), (BLOCK, 64), (BLOCK, 128)])
 @pytest.mark.parametrize("entry", ["attention", "continued"])
 def test_kernels_lower_inside_shard_map(chunk, entry, dv):
-  case = Case(T=256, B=2, H=1, d=64, dv=dv, dtype="bfloat16", entry=entry)
+  case = Case(T=512, B=2, H=1, d=64, dv=dv, dtype="bfloat16", entry=entry)
   mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
   x, rest = inputs(case)
   sharded = jax.shard_map(
@@ -429,22 +440,25 @@ def test_kernels_lower_inside_shard_map(chunk, entry, dv):
   )
   kernels = ATTENTION if (chunk, entry) != (None, "continued") else ATTENTION[:-1]  # with a state that is XLA's
   kernels += () if chunk is None else STATES
+  kernels += () if (chunk, entry) == (BLOCK, "continued") else SEARCH  # where all heads need a state
   assert_lowers(jax.grad(lambda x: sharded(x).astype(jnp.float32).sum()), x, *kernels)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("long")
 @pytest.mark.parametrize("chunk", [None, BLOCK])
 def test_kernels_lower_under_vmap(chunk):
-  case = Case(T=256, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
+  case = Case(T=512, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
   x, rest = inputs(case)
   gradient = jax.grad(lambda x: attend(case, chunk=chunk)(x, rest)["y"].astype(jnp.float32).sum())
   stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), x)
-  assert_lowers(jax.vmap(gradient), stacked, *ATTENTION, *(() if chunk is None else STATES))
+  assert_lowers(jax.vmap(gradient), stacked, *ATTENTION, *SEARCH, *(() if chunk is None else STATES))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("long")
 @pytest.mark.parametrize("chunk", [None, BLOCK])
 def test_kernels_lower_where_integers_and_constants_have_64_bits(chunk):
-  case = Case(T=256, B=1, H=1, groups=2, d=64, dv=64, dtype="bfloat16", entry="attention")
+  case = Case(T=512, B=1, H=1, groups=2, d=64, dv=64, dtype="bfloat16", entry="attention")
   with jax.enable_x64(True):
-    assert_lowers(*gradients(case, chunk), *ATTENTION, *(() if chunk is None else STATES))
+    assert_lowers(*gradients(case, chunk), *ATTENTION, *SEARCH, *(() if chunk is None else STATES))

@@ -1,5 +1,6 @@
 """Which tiles of keys the attention kernels read: nothing is left out that a sum would notice."""
 
+import functools
 import itertools
 
 import jax
@@ -12,8 +13,8 @@ import csympow
 from csympow.forms import near, visible
 from csympow.forms.spans import Settings
 from csympow.prefix import Total, prefix_sum
-from kernels_pallas.gpu.bounds import Totals, bounds
-from kernels_pallas.gpu.reach import reach
+from kernels_pallas.gpu.bounds import bounds
+from kernels_pallas.gpu.reach import Totals, reach
 from kernels_pallas.gpu.tiles import ROWS, TILE
 from tests import comparing
 from tests.comparing import Case
@@ -78,10 +79,9 @@ def test_a_tile_reaches_as_far_as_the_bounds_say(heads, groups, tiles, d, power,
   padding = ((0, 0),) * 3 + ((0, -tiles % ROWS),)
   before = np.concatenate([np.full_like(end[..., :1], -1e7), end[..., :-1]], axis=-1)
   totals = Totals(*(jnp.pad(jnp.stack(halves(total)), padding, mode="edge") for total in (before, end)))
-  how = {"left_out": left_out, "interpret": interpret}
-  sizes = jnp.asarray(sizes_of(v).reshape(1, heads, -1), jnp.float32)
-  found = bounds(q, k, jnp.asarray(decay, jnp.float32), sizes, totals, power=power, **how)
-  first = reach(found, totals, tiles, **how)
+  fades = jnp.ones((1, heads), jnp.int32)
+  found = bounds(q, k, v, jnp.asarray(decay, jnp.float32), fades, power=power, interpret=interpret)
+  first = reach(found, totals, fades, tiles, left_out=left_out, interpret=interpret)
 
   q, k, sizes = tiles_of(q), tiles_of(k), sizes_of(v)
   squares = np.sum(k**2, axis=-1)
@@ -149,13 +149,14 @@ def halves(x):
   return high, (x - high).astype(np.float32)
 
 
-def found_visible(q, k, v, end, power, monkeypatch):
-  """`visible` of a sequence that counts as long."""
+def found_visible(q, k, v, end, power, monkeypatch, chunk=None, beyond_chunks=False):
+  """`visible` of a sequence that counts as long: the first and last tiles, and which heads last, if that is asked."""
   monkeypatch.setattr(visible, "LONG", TILE)
   totals = [Total(*(jnp.asarray(half)[..., None] for half in halves(x))) for x in (before_of(end), end)]
-  settings = Settings(power, q.shape[1], TILE, TILE, "high", interpret=QUICKLY)
+  settings = Settings(power, chunk or q.shape[1], TILE, TILE, "high", interpret=QUICKLY)
   decay = jnp.asarray(np.exp(end - before_of(end)), jnp.float32)
-  return [np.asarray(x) for x in visible.visible(*totals, q, k, v, decay, settings)]
+  found = visible.visible(*totals, q, k, v, decay, settings, beyond_chunks)
+  return [np.asarray(x) for x in found if x is not None]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,8 @@ def test_no_tile_of_keys_is_seen_less_far_than_one_before_it(chunk):
   gates = np.random.default_rng(0).choice([-90.0, -1.0, 0.0, 90.0], size=(3, 12 * TILE, 2), p=[0.02, 0.47, 0.5, 0.01])
   _, before, end = near.spans(prefix_sum(jnp.asarray(gates, jnp.float32)), TILE)
   unused = [jnp.zeros((3, 12 * TILE, 2, 64), dtype) for dtype in (jnp.float16, jnp.float16, jnp.bfloat16)]
-  first, last = visible.visible(before, end, *unused, jnp.zeros((3, 2, 12)), Settings(2, chunk, TILE, TILE, "high"))
+  settings = Settings(2, chunk, TILE, TILE, "high")
+  first, last, _ = visible.visible(before, end, *unused, jnp.zeros((3, 2, 12)), settings)
   tile = np.arange(12)
   assert np.all(np.diff(last, axis=2) >= 0)
   assert np.all((tile <= last) & (last < (tile * TILE // chunk + 1) * chunk // TILE))
@@ -273,24 +275,88 @@ def test_kernels_that_leave_tiles_out_are_right_in_the_interpreter(power, monkey
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("d", [32, 64, 128])
-@pytest.mark.parametrize("power", [2, 4])
-def test_long_sequences_are_right_on_the_chip(power, d):
+@pytest.mark.parametrize(
+  ("form", "power", "d"),
+  [
+    *(("attention", *rest) for rest in itertools.product((2, 4), (32, 64, 128))),
+    *(("chunked", 2, d) for d in (64, 128)),
+  ],
+)
+def test_long_sequences_are_right_on_the_chip(form, power, d):
   """Gates as models learn them, some of whose heads forget sooner than others: float32 by XLA is what is right."""
   T, heads = visible.LONG + 1000, 3
+  if form == "chunked":
+    T = max(T, TILE * (visible.tiles_of_a_state(d, d) + 10))
   random = np.random.default_rng(0)
   q, k, v, dy = (jnp.asarray(random.normal(size=(1, T, heads, d)), jnp.bfloat16) for _ in range(4))
   logits = np.array([4.0, 6.0, 8.0]) + 2 * random.normal(size=(1, T, heads))
   log_gate = jnp.asarray(-np.logaddexp(0, -logits), jnp.float32)
 
-  def with_gradients(implementation, dtype):
+  def with_gradients(form, implementation, dtype):
     def call(q, k, v, log_gate):
-      return csympow.attention(q, k, v, power, log_gate, form="attention", implementation=implementation)
+      return csympow.attention(q, k, v, power, log_gate, form=form, implementation=implementation)
 
     y, transpose = jax.vjp(call, *(x.astype(dtype) for x in (q, k, v)), log_gate)
     return y, *transpose(dy.astype(dtype))
 
-  results = jax.jit(with_gradients, static_argnums=(0, 1))("pallas", jnp.bfloat16)
-  expected = jax.jit(with_gradients, static_argnums=(0, 1))("xla", jnp.float32)
+  results = jax.jit(with_gradients, static_argnums=(0, 1, 2))(form, "pallas", jnp.bfloat16)
+  expected = jax.jit(with_gradients, static_argnums=(0, 1, 2))("attention", "xla", jnp.float32)
   for name, found, exact in zip(("y", "dq", "dk", "dv", "dlog_gate"), results, expected, strict=True):
     comparing.assert_close(found, exact, 5e-3, name)
+
+
+def test_heads_that_forget_soon_enough_read_beyond_their_chunks_and_need_no_state(monkeypatch):
+  monkeypatch.setattr(visible, "tiles_of_a_state", lambda *widths: 3)
+  q, k, v, _ = make(0, 4, 1, 8, 64, 0.0)
+  k = k.at[:, 2 * TILE :, 2].multiply(2.0**-20)  # of which the first two tiles are heard whatever the gates
+  end = np.array([-9.0, -1.0, -9.0, -100.0])[None, :, None] * np.arange(1, 9)
+  whole_first, whole_last = found_visible(q, k, v, end, 2, monkeypatch)
+  found_in = functools.partial(found_visible, q, k, v, end, 2, monkeypatch, chunk=2 * TILE)
+  first, last, lasts = found_in(beyond_chunks=True)
+  in_chunk_first, in_chunk_last = found_in()
+  np.testing.assert_array_equal(lasts, [[0, 1, 1, 0]])
+  for head, needs_state in enumerate(lasts[0]):
+    expected = (in_chunk_first, in_chunk_last) if needs_state else (whole_first, whole_last)
+    np.testing.assert_array_equal(first[0, head], expected[0][0, head])
+    np.testing.assert_array_equal(last[0, head], expected[1][0, head])
+  assert np.any(first[0, 0] < in_chunk_first[0, 0])
+  assert np.mean(np.arange(8) - whole_first[0, 2]) > 3
+
+
+def lasting_and_not(case):
+  """Inputs of a case whose first head forgets at once, and whose second one does not."""
+  x, rest = comparing.inputs(case)
+  return x | {"log_gate": x["log_gate"] * jnp.array([2.0, 1e-2])}, rest
+
+
+def seen_by_kernels(monkeypatch):
+  """What `visible` finds in calls that count as long, and in which states cost as much as two tiles."""
+  monkeypatch.setattr(visible, "LONG", TILE)
+  monkeypatch.setattr(visible, "tiles_of_a_state", lambda *widths: 2)
+  found = []
+
+  def recorded(*arguments, **options):
+    seen = visible.visible(*arguments, **options)
+    jax.debug.callback(lambda *x: found.append(x), seen.first, seen.lasts)
+    return seen
+
+  monkeypatch.setattr(near, "visible", recorded)
+  return found
+
+
+@pytest.mark.parametrize(
+  ("T", "groups", "gradients"), [(512, 1, False), pytest.param(1000, 2, True, marks=pytest.mark.slow)]
+)
+@pytest.mark.usefixtures("no_races")
+def test_heads_with_a_state_and_without_are_right_in_the_interpreter(T, groups, gradients, monkeypatch):
+  found = seen_by_kernels(monkeypatch)
+  case = Case(T=T, B=1, H=2, groups=groups, d=64, dv=64, dtype="bfloat16", entry="attention")
+  x, rest = lasting_and_not(case)
+  run, weights = functools.partial(attend(case, INTERPRETED, 256), rest=rest), comparing.cotangents(case)
+  results = comparing.with_gradients(run, x, weights) if gradients else run(x)
+  jax.effects_barrier()
+  first, lasts = found[0]
+  np.testing.assert_array_equal(lasts, [[0, 1]])
+  assert np.any(first[0, 0] < np.arange(first.shape[2]) // 2 * 2)  # beyond chunks of two tiles
+  expected = comparing.quadratic_results(x, rest, weights, power=2)
+  comparing.assert_results_close(jax.tree.map(np.asarray, results), expected, TOLERANCE["bfloat16"])

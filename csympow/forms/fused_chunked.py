@@ -5,7 +5,8 @@
 
 Here a state is not a vector of features but all products of two coordinates: a matrix dv x d for each coordinate a,
 in pieces of 64 coordinates where heads are wider.
-Attention inside chunks, states, and what is read of them are kernels, but for the normaliser of wide heads.
+Attention inside chunks, states, and what is read of them are kernels, but for the normaliser of wide heads. A head that
+forgets so soon that reading all it remembers costs less has no state, but attention beyond its chunks.
 """
 
 import functools
@@ -114,7 +115,10 @@ def _forward(
   once = not save and Pieces.of(q.shape[-1], tokens.v.shape[-1]).total == 1
   of_k = (_root_of_keys(discounts),) if once else _of_keys(discounts)
   of_q = [Copy(jnp.bfloat16, time_last=True)]
-  x, (time_last,), k_copies = near.operands_and_copies(tokens, G, exponents, of_q, of_k, settings)
+  of_state = initial is not None or return_final
+  x, (time_last,), k_copies = near.operands_and_copies(
+    tokens, G, exponents, of_q, of_k, settings, beyond_chunks=not of_state
+  )
   scale = near.state_scale(x.top)
   if initial is not None:
     initial = Full(initial.S / _of_pieces(scale), initial.Z / scale)
@@ -123,19 +127,19 @@ def _forward(
   sizes = across.shape[1:]
   if once:
     (root,), keys = k_copies, None
-    S = symmetric_write.write(root, x.v, across, start, interpret=interpret)
-    added = gram.gram(root, None, None, *sizes, time_last=True, interpret=interpret)
+    S = symmetric_write.write(root, x.v, across, start, lasts=x.lasts, interpret=interpret)
+    added = gram.gram(root, None, None, *sizes, time_last=True, lasts=x.lasts, interpret=interpret)
   else:
     keys = _Keys(*k_copies)
-    S = state_write.write(keys.x, x.v, keys.k, across, start, interpret=interpret)
-    added = gram.gram(keys.x, keys.k, None, *sizes, time_last=True, interpret=interpret)
+    S = state_write.write(keys.x, x.v, keys.k, across, start, lasts=x.lasts, interpret=interpret)
+    added = gram.gram(keys.x, keys.k, None, *sizes, time_last=True, lasts=x.lasts, interpret=interpret)
   Z = scan.scan(added, across, None if initial is None else initial.Z, interpret=interpret)
 
   # Gradients need what rounding to 16 bits would lose.
   wanted = jnp.float32 if save else jnp.bfloat16
   found = S.found, Z.found, discounts.since_start
-  far = state_read.read(time_last, x.q, *found, by_rows=once, dtype=wanted, interpret=interpret)
-  carried = attention_forward.Carried(*far)
+  far = state_read.read(time_last, x.q, *found, lasts=x.lasts, by_rows=once, dtype=wanted, interpret=interpret)
+  carried = attention_forward.Carried(*far, x.lasts)
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, Z.final) if return_final else None
   saved = _Saved(x, keys, G, rotation, initial, S.found, Z.found, final, y, far.normaliser >= 0)
@@ -172,6 +176,7 @@ def _backward(
     across,
     None if dfinal is None else dfinal.S,
     others=saved.found,
+    lasts=x.lasts,
     reverse=True,
     interpret=interpret,
   )
@@ -180,19 +185,21 @@ def _backward(
   # The very keys, discounted, that the states have, or queries' pulls and keys' would not cancel.
   (k_discounted,) = copies(x.keys.plain, [_discounted_keys(discounts)], after=dS.final, interpret=interpret)
   dnormaliser = -given.delta * inverse
-  added = gram.gram(queries.q, queries.q, dnormaliser, *across.shape[1:], time_last=False, interpret=interpret)
+  added = gram.gram(
+    queries.q, queries.q, dnormaliser, *across.shape[1:], time_last=False, lasts=x.lasts, interpret=interpret
+  )
   dZ = scan.scan(added, across, None if dfinal is None else dfinal.Z, reverse=True, interpret=interpret)
 
-  transposed = functools.partial(state_read.read_transposed, interpret=interpret)
+  transposed = functools.partial(state_read.read_transposed, lasts=x.lasts, interpret=interpret)
   dq = transposed(queries.x, given.dy, saved.found, queries.q, saved.Z, inside.q, w_scale=dnormaliser)
   dk = transposed(keys.x, x.v, dS.found, k_discounted, dZ.found, inside.k, scale=discounts.k_scale)
-  dv = state_read.read_values(keys.x, keys.k, dS.found, inside.v, interpret=interpret)
+  dv = state_read.read_values(keys.x, keys.k, dS.found, inside.v, lasts=x.lasts, interpret=interpret)
 
   assert dS.inner is not None
   ends = _at_ends(saved, dS.inner, dZ.found, dfinal, Full(dS.final, dZ.final))
   dtypes = (dtype if saved.initial is None else jnp.float32, dtype)
-  dq, dk, pulls = near.finished(x, dq, dk, saved.rotation, dtypes, settings)
-  dlog_gate, drotation = anchors.cotangents(pulls, ends, saved.rotation, near.totals_kernel(settings))
+  dq, dk, pulls = near.finished(x, dq, dk, saved.rotation, dtypes, settings, inside)
+  dlog_gate, drotation = anchors.cotangents(pulls, ends, saved.rotation, near.totals_kernel(settings), lasts=x.lasts)
   dinitial = None if saved.initial is None else Full(dS.final / _of_pieces(scale), dZ.final / scale)
   return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), dinitial
 
@@ -259,6 +266,9 @@ def _at_ends(
 
   Z, dZ = (jnp.sum(terms, axis=3, dtype=jnp.float32) for terms in (saved.Z[:, :, 1:], dZ[:, :, :-1]))
   between_Z = between(Z, dZ)
+  lasts = saved.operands.lasts
+  if lasts is not None:
+    inner = jnp.where(lasts.reshape(*lasts.shape, *(1,) * (inner.ndim - 2)) > 0, inner, 0.0)
   of_S = jnp.sum(inner[:, :, :, :-1], axis=-1).reshape(*inner.shape[:2], *pieces, inner.shape[3] - 1, STATE_WIDTH, 2)
   found = jnp.moveaxis(jnp.sum(of_S, axis=(3, 4)), 2, 3).reshape(between_Z.shape) + between_Z
   first, last = of_one(saved.initial, dinitial), of_one(saved.final, dfinal)

@@ -67,6 +67,7 @@ class Operands(NamedTuple):
   q_exponent: Int[Array, "B T H g"]  # queries were divided by 2 to this
   exponent: Int[Array, "B T H"]  # keys were divided by 2 to this
   top: Int[Array, "B H"]  # the largest of them: weights are divided by 2 to p times this
+  lasts: Int[Array, "B H"] | None = None  # which heads need a state: see visible.Visible
 
 
 class Pulls(NamedTuple):
@@ -112,9 +113,18 @@ def operands(x: Tokens, G: Total, settings: Settings) -> Operands:
 
 
 def operands_and_copies(
-  x: Tokens, G: Total, exponents: Exponents, of_q: Sequence[Copy], of_k: Sequence[Copy], settings: Settings
+  x: Tokens,
+  G: Total,
+  exponents: Exponents,
+  of_q: Sequence[Copy],
+  of_k: Sequence[Copy],
+  settings: Settings,
+  beyond_chunks: bool = False,
 ) -> tuple[Operands, list[Array], list[Array]]:
-  """The same, and further copies of scaled and rotated queries and keys."""
+  """The same, and further copies of scaled and rotated queries and keys.
+
+  Heads that forget soon may have their queries read `beyond_chunks`, and no state.
+  """
   power = settings.power
   batch, time, heads, head_dim = x.k.shape
   log_scale = power * by_head(exponents.k - exponents.top[:, None]).astype(jnp.float32)
@@ -139,7 +149,7 @@ def operands_and_copies(
   plain, folded, *k_copies = copies(x.k, of_k, scale=scale, angles=turned, interpret=settings.interpret)
   decay = jnp.exp(end - before)[..., 0]
   v = x.v.astype(jnp.bfloat16)
-  first, last = visible(before, end, q, folded, v, decay, settings)
+  seen = visible(before, end, q, folded, v, decay, settings, beyond_chunks)
   found = Operands(
     q=q,
     keys=attention_forward.Keys(
@@ -148,17 +158,18 @@ def operands_and_copies(
       gate=since_start,
       pull=since_start - log_scale,
       decay=decay,
-      first=first,
+      first=seen.first,
     ),
     ends=attention_backward.Ends(
       fold=fold,
       total=jnp.stack([x[..., 0] for x in end]),
-      last=last,
+      last=seen.last,
     ),
     v=v,
     q_exponent=q_exponent,
     exponent=exponents.k,
     top=exponents.top,
+    lasts=seen.lasts,
   )
   return found, q_copies, k_copies
 
@@ -281,23 +292,39 @@ def finished(
   rotation: Rotation | None,
   dtypes: tuple[DTypeLike, DTypeLike],
   settings: Settings,
+  inside: attention_backward.Gradients | None = None,
 ) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"], Pulls]:
-  """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each."""
+  """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each.
+
+  Those of heads that do not last are what pairs `inside` have given.
+  """
   power, (batch, time, heads, group) = settings.power, x.q_exponent.shape
   turned_by, speed = angles(rotation), None
   if rotation is not None:
     speed = jnp.repeat(power * rotation.rates, 2)
 
-  def back(x: Array, dx: Array, exponent: Array, dtype: DTypeLike) -> gradients.Gradients:
+  instead: list[gradients.Instead | None] = [None, None]
+  if inside is not None and x.lasts is not None:
+    lasts = x.lasts
+    instead = [gradients.Instead(dx, jnp.repeat(lasts, dx.shape[2] // heads, axis=1)) for dx in inside[:2]]
+
+  def back(
+    x: Array, dx: Array, exponent: Array, dtype: DTypeLike, other: gradients.Instead | None
+  ) -> gradients.Gradients:
     exponent = jnp.where(exponent <= LEAST + 1, 0, exponent).reshape(batch, time, -1)  # of 0, whose gradient is 0
     factor = power * jnp.exp2(-exponent.astype(jnp.float32))
-    how = {"angles": turned_by, "speed": speed, "interpret": settings.interpret}
+    how = {"angles": turned_by, "speed": speed, "instead": other, "interpret": settings.interpret}
     return gradients.gradients(x, dx, by_head(factor), dtype, **how)
 
   def of_token(x: Float[Array, "B Hq T"]) -> Float[Array, "B T H"]:
     return jnp.sum(jnp.moveaxis(x, 1, 2).reshape(batch, time, heads, -1), axis=-1)
 
-  found_q, found_k = back(x.q, dq, x.q_exponent, dtypes[0]), back(x.keys.plain, dk, x.exponent, dtypes[1])
+  found_q = back(x.q, dq, x.q_exponent, dtypes[0], instead[0])
+  found_k = back(x.keys.plain, dk, x.exponent, dtypes[1], instead[1])
+  dq, dk = (
+    dx if other is None else jnp.where(other.lasts[:, None, :, None] > 0, dx, other.dx)
+    for dx, other in zip((dq, dk), instead, strict=True)
+  )
   total = None
   if found_q.turned is not None and found_k.turned is not None:
     total = of_token(found_q.turned), of_token(found_k.turned)

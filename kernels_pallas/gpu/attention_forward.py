@@ -63,6 +63,7 @@ class Carried(NamedTuple):
 
   numerator: Float[Array, "B T Hq dv"]
   normaliser: Float[Array, "B Hq T"]
+  lasts: Int[Array, "B H"] | None = None  # 0: the head has no state, and the other two are anything
 
 
 class Outputs(NamedTuple):
@@ -96,7 +97,8 @@ def forward(
   f32 = jnp.float32
 
   def kernel(q_ref, folded_ref, k_ref, v_ref, gate_ref, pull_ref, decay_ref, first_ref, *more):
-    carried_refs, more = (None, more) if carried is None else (more[:2], more[2:])
+    carried_refs: Any
+    carried_refs, more = jax.tree.unflatten(structure, more[: len(leaves)]), more[len(leaves) :]
     (y_ref, low_ref, normaliser_ref), scratch = (
       (more[:3], more[3:]) if save_low else ((more[0], None, more[1]), more[2:])
     )
@@ -112,6 +114,9 @@ def forward(
     # of queries among them if there is a second; then plain ones of the queries' own tiles.
     plain = (own - first + pairs - 1) * IN_TILE
     stop = plain + pairs * IN_TILE
+    states = (
+      jnp.int32(1) if carried is None or carried.lasts is None else carried_refs.lasts[b, kv]
+    )  # of the head: one, or none
 
     def slot_of(j):
       return lax.rem(j, jnp.int32(slots))
@@ -218,14 +223,21 @@ def forward(
       rows = pl.ds(token, ROWS)
       gate = plgpu.load(gate_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
       total, normaliser = gathered(staging[1].at[thread]) if staging else pl.run_scoped(gathered, accumulator)
-      if carried_refs is not None:
+
+      def add_state(_, sums):
+        total, normaliser = sums
         plgpu.barrier_wait(carried_filled)
-        source = carried_refs[0].at[b, rows, head] if wide else carried_smem.at[thread]
+        source = carried_refs.numerator.at[b, rows, head] if wide else carried_smem.at[thread]
         weight = plgpu.load(weight_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
         heard = weight >= 0
-        normaliser = normaliser + jnp.where(heard, weight, 0.0)
         from_state = plgpu.load(source, layout=WGMMA, optimized=not wide).astype(f32)
         total = total + from_state * down(jnp.where(heard, 1.0, 0.0), total.shape)
+        return total, normaliser + jnp.where(heard, weight, 0.0)
+
+      if carried is not None and carried.lasts is None:
+        total, normaliser = add_state(0, (total, normaliser))
+      elif carried is not None:
+        total, normaliser = lax.fori_loop(0, states, add_state, (total, normaliser))
       found = normaliser > SMALLEST
       inverse = jnp.where(found, 1.0 / jnp.where(found, normaliser, 1.0), 0.0)
       y = total * down(inverse, total.shape)
@@ -250,10 +262,13 @@ def forward(
         rows = pl.ds(first_token + w * ROWS, ROWS)
         plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[w], q_filled)
         plgpu.copy_gmem_to_smem(gate_ref.at[b, kv, rows], gate_smem.at[w], q_filled)
-        if carried_refs is not None:
-          plgpu.copy_gmem_to_smem(carried_refs[1].at[b, head, rows], weight_smem.at[w], carried_filled)
-          if not wide:
-            plgpu.copy_gmem_to_smem(carried_refs[0].at[b, rows, head], carried_smem.at[w], carried_filled)
+        if carried is not None:
+
+          @pl.when(states > 0)
+          def _(w=w, rows=rows):
+            plgpu.copy_gmem_to_smem(carried_refs.normaliser.at[b, head, rows], weight_smem.at[w], carried_filled)
+            if not wide:
+              plgpu.copy_gmem_to_smem(carried_refs.numerator.at[b, rows, head], carried_smem.at[w], carried_filled)
 
       def copy(keys_ref, first_block):
         def step(j, none):
@@ -302,6 +317,7 @@ def forward(
     *(filled, freed) * 2,
     *staging,
   ]
+  leaves, structure = jax.tree.flatten(carried)
   results = plgpu.kernel(
     kernel,
     out_type=outputs,
@@ -313,6 +329,6 @@ def forward(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="attention_forward",
-  )(q, *keys[:2], v, *keys[2:], *(() if carried is None else carried))
+  )(q, *keys[:2], v, *keys[2:], *leaves)
   results = varying_as(q, results)
   return Outputs(*results) if save_low else Outputs(results[0], None, results[1])

@@ -13,12 +13,10 @@ and the same of weights times the size of each key's value. Keys are those that 
 to the end of their tile, and `least` is in the scale of what has come to the start of the query's tile.
 
 A block of the grid is one warpgroup with the queries of a tile, and the keys of the tile before, which it has to load.
-Nothing is looked at where the gates leave so much of the first tile's keys to the last tile that hardly any could be
-left out: then `least` is 0 and `most` 1.
+Heads whose gates do not fade are not looked at.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,26 +24,20 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Float16
+from jaxtyping import Array, BFloat16, Float, Float16, Int
 
-from kernels_pallas.gpu.tiles import IN_TILE, ROWS, TILE, WGMMA, across, by_eights, shared, varying_as
+from kernels_pallas.gpu.tiles import BLOCK, IN_TILE, ROWS, TILE, WGMMA, across, by_eights, shared, varying_as
 from kernels_pallas.weights import even_power, raised
 
 _KINDS = 2  # of sums: of weights, and of weights times values
 _RELATIVE, _ABSOLUTE = 2.0**-11, 2.0**-24  # how far a number is from the next float16, if that is a normal one or not
 
 
-class Totals(NamedTuple):
-  """Running totals of log gates just before each tile, and at its end: two float32s each, for whole ROWS of tiles."""
-
-  before: Float[Array, "2 B H n"]
-  end: Float[Array, "2 B H n"]
-
-
 class Bounds(NamedTuple):
-  """Of the queries of a tile, and of its keys. Of the first tile, which sees no other, `least` is anything.
+  """Of the queries of a tile, and of its keys; of heads that do not fade they are anything.
 
-  Tiles are filled up to whole ROWS of them with anything, and so is the last one's `most`, which none sees.
+  So is the first tile's `least`, which sees no other, and the last one's `most`, which none sees, and so are tiles that
+  fill up whole ROWS of them.
   """
 
   least: Float[Array, "2 B Hq n"]
@@ -55,27 +47,24 @@ class Bounds(NamedTuple):
 def bounds(
   q: Float16[Array, "B T Hq d"],
   folded: Float16[Array, "B T H d"],
+  v: BFloat16[Array, "B T H dv"],
   decay: Float[Array, "B H tiles"],
-  sizes: Float[Array, "B H T"],
-  totals: Totals,
+  fades: Int[Array, "B H"],
   *,
   power: int,
-  left_out: float,
   interpret: Any = None,
 ) -> Bounds:
-  """Bounds of a sequence of whole tiles; `sizes` are those of values, `left_out` the share that may be left out."""
+  """Bounds of a sequence of whole tiles, in heads that fade (1, or 0)."""
   batch, time, query_heads, head_dim = q.shape
   heads, tiles, f32 = folded.shape[2], time // TILE, jnp.float32
 
-  def kernel(q_ref, k_ref, decay_ref, sizes_ref, before_ref, end_ref, least_ref, most_ref, *scratch):
+  def kernel(q_ref, k_ref, decay_ref, sizes_ref, fades_ref, least_ref, most_ref, *scratch):
     q_smem, k_smem, sizes_smem, moments_smem, filled = scratch
     row, head = (f(lax.axis_index("block"), jnp.int32(query_heads)) for f in (lax.div, lax.rem))
     b, n = (f(row, jnp.int32(tiles)) for f in (lax.div, lax.rem))
     kv, of_group = (f(head, jnp.int32(query_heads // heads)) for f in (lax.div, lax.rem))
     further, nearer = jnp.maximum(n - 2, 0), jnp.maximum(n - 1, 0)
     owns_keys = (n > 0) & (of_group == 0)  # those of the nearer tile
-    through = [before_ref[half, b, kv, tiles - 1] - end_ref[half, b, kv, 0] for half in range(2)]
-    fades = through[0] + through[1] < math.log(left_out)
 
     def load():
       for part in range(IN_TILE):
@@ -179,16 +168,7 @@ def bounds(
         most = [jnp.minimum(most[0], bound), jnp.minimum(most[1], bound * largest_value)]
       return most
 
-    @pl.when(~fades)
-    def _():
-      for kind in range(_KINDS):
-        least_ref[kind, b, head, n] = jnp.float32(0)
-
-        @pl.when(owns_keys)
-        def _(kind=kind):
-          most_ref[kind, b, kv, nearer] = jnp.float32(1)
-
-    @pl.when(fades)
+    @pl.when(fades_ref[b, kv] > 0)
     def _():
       load()
       kept = jnp.where(n > 1, decay_ref[b, kv, nearer], 0.0)  # of the further tile, if there is one
@@ -203,7 +183,7 @@ def bounds(
         for kind, most in enumerate(of_keys()):
           most_ref[kind, b, kv, nearer] = most
 
-  whole = totals.end.shape[-1]
+  whole = tiles + -tiles % ROWS
   found = plgpu.kernel(
     kernel,
     out_type=[jax.ShapeDtypeStruct((_KINDS, batch, many, whole), f32) for many in (query_heads, heads)],
@@ -219,5 +199,32 @@ def bounds(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="bounds",
-  )(q, folded, decay, sizes, *totals)
+  )(q, folded, decay, _sizes(v, fades, interpret), fades)
   return Bounds(*varying_as(q, found))
+
+
+def _sizes(v: BFloat16[Array, "B T H dv"], fades: Int[Array, "B H"], interpret: Any) -> Float[Array, "B H T"]:
+  """The largest coordinate of each value, without its sign."""
+  batch, time, heads, _ = v.shape
+
+  def kernel(v_ref, fades_ref, sizes_ref):
+    row, head = (f(lax.axis_index("block"), jnp.int32(heads)) for f in (lax.div, lax.rem))
+    b, block = (f(row, jnp.int32(time // BLOCK)) for f in (lax.div, lax.rem))
+
+    @pl.when(fades_ref[b, head] > 0)
+    def _():
+      for part in range(BLOCK // ROWS):
+        rows = pl.ds(block * BLOCK + part * ROWS, ROWS)
+        values = plgpu.load(v_ref.at[b, rows, head], layout=WGMMA, optimized=False)
+        sizes_ref[b, head, rows] = jnp.abs(values.astype(jnp.float32)).max(axis=1)
+
+  found = plgpu.kernel(
+    kernel,
+    out_type=jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
+    grid=(batch * (time // BLOCK) * heads,),
+    grid_names=("block",),
+    interpret=interpret,
+    kernel_name="sizes",
+  )(v, fades)
+  result: Array = varying_as(v, found)
+  return result

@@ -9,6 +9,7 @@ What is turned of dx is two bfloat16s.
 A block of the grid is one warpgroup with 64 tokens of a head, which takes a few coordinates after another.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float16
+from jaxtyping import Array, Float, Float16, Int
 
 from kernels_pallas.gpu.angles import Angles, along, quarter_turn, radians
 from kernels_pallas.gpu.tiles import (
@@ -42,6 +43,13 @@ class Gradients(NamedTuple):
   turned: Float[Array, "B H T"] | None
 
 
+class Instead(NamedTuple):
+  """A dx for heads that do not last (0, or 1), whose own is anything."""
+
+  dx: Float[Array, "B T H d"]
+  lasts: Int[Array, "B H"]
+
+
 class _Rotation(NamedTuple):
   angles: Any
   speed: Any
@@ -57,6 +65,7 @@ def gradients(
   *,
   angles: Angles | None = None,
   speed: Float[Array, "d"] | None = None,
+  instead: Instead | None = None,
   interpret: Any = None,
 ) -> Gradients:
   """Those of what was given in `dtype`. Several heads of x may share those of the angles."""
@@ -66,15 +75,25 @@ def gradients(
   sums = 1 if angles is None else 2
 
   def kernel(x_ref, dx_ref, factor_ref, *refs):
-    rotation: Any = jax.tree.unflatten(structure, refs[: len(leaves)])
+    rotation: Any
+    others: Any
+    rotation, others = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + 1 + sums], refs[len(leaves) + 1 + sums :]
     x_smem, dx_smem, out_smem, sums_smem, halves_smem, turning_smem, turning_gradients_smem, filled = scratch
     tile = TokenTile.of_block(time // ROWS, heads, group)
     b, head, at = tile.b, tile.head, tile.rows
 
-    for part in range(parts):
-      for ref, smem in ((x_ref, x_smem), (dx_ref, dx_smem)):
+    def fetch(ref, smem):
+      for part in range(parts):
         plgpu.copy_gmem_to_smem(tile.part(ref, part), smem.at[part], filled)
+
+    fetch(x_ref, x_smem)
+    if others is None:
+      fetch(dx_ref, dx_smem)
+    else:
+      lasting = others.lasts[b, head] > 0
+      pl.when(lasting)(functools.partial(fetch, dx_ref, dx_smem))
+      pl.when(~lasting)(functools.partial(fetch, others.dx, dx_smem))
     if rotation is not None:
       plgpu.copy_gmem_to_smem(rotation.turning, turning_smem, filled)
       plgpu.copy_gmem_to_smem(rotation.turning_gradients, turning_gradients_smem, filled)
@@ -126,7 +145,7 @@ def gradients(
   rotation = None
   if angles is not None:
     rotation = _Rotation(angles, speed, *(jnp.asarray(quarter_turn(), kind) for kind in (x.dtype, bf16)))
-  leaves, structure = jax.tree.flatten(rotation)
+  leaves, structure = jax.tree.flatten((rotation, instead))
   unused = plgpu.SMEM((1,), f32)
   found = plgpu.kernel(
     kernel,

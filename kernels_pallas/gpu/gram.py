@@ -16,10 +16,20 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, Int
 
 from kernels_pallas.gpu.pieces import coordinates
-from kernels_pallas.gpu.tiles import ROWS, STATE_WIDTH, WGMMA, across, rounded, shared, varying_as, wait_if
+from kernels_pallas.gpu.tiles import (
+  ROWS,
+  STATE_WIDTH,
+  WGMMA,
+  across,
+  rounded,
+  shared,
+  varying_as,
+  wait_for_all,
+  wait_if,
+)
 
 _SLOTS = 4
 
@@ -32,27 +42,32 @@ def gram(
   count: int,
   *,
   time_last: bool,
+  lasts: Int[Array, "B H"] | None = None,
   interpret: Any = None,
 ) -> Float[Array, "B H n d d"]:
   """Added in float32; `time_last` is how x stands. Several heads may share a sum.
 
-  Without k it is x, of heads of 64, time last and without a weight.
+  Without k it is x, of heads of 64, time last and without a weight. Sums of heads that do not last (0, or 1) are 0.
   """
   assert k is not None or (time_last and weight is None and x.shape[2] == STATE_WIDTH)
   batch, all_heads, head_dim, time = x.shape if time_last else [x.shape[n] for n in (0, 2, 3, 1)]
   group, blocks = all_heads // heads, time // count // ROWS
-  visits, parts, width = group * blocks, head_dim // STATE_WIDTH, STATE_WIDTH
+  parts, width = head_dim // STATE_WIDTH, STATE_WIDTH
   extra = 1 if interpret is not None and weight is not None else 0  # scratch of the interpreter's
 
   def kernel(x_ref, *more):
-    k_ref: Any = None if k is None else more[0]
-    weight_ref: Any = None if weight is None else more[1]
-    z_ref, x_smem, k_smem, weight_smem, z_smem, filled, freed, *staging = more[-7 - extra :]
+    refs = list(more)
+    k_ref: Any
+    weight_ref: Any
+    lasts_ref: Any
+    k_ref, weight_ref, lasts_ref = (None if array is None else refs.pop(0) for array in (k, weight, lasts))
+    z_ref, x_smem, k_smem, weight_smem, z_smem, filled, freed, *staging = refs
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     rest, c = (f(item, jnp.int32(count)) for f in (lax.div, lax.rem))
     row, number = (f(rest, jnp.int32(parts * parts)) for f in (lax.div, lax.rem))
     i, j = (f(number, jnp.int32(parts)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
+    visits = jnp.int32(group * blocks) if lasts is None else group * blocks * lasts_ref[b, head]
 
     @pl.when(thread == 0)
     def compute():
@@ -85,7 +100,7 @@ def gram(
           plgpu.barrier_arrive(freed.at[slot])
           return none
 
-        lax.fori_loop(0, jnp.int32(visits), visit, None)
+        lax.fori_loop(0, visits, visit, None)
         return sums[...]
 
       z_smem[...] = pl.run_scoped(add, plgpu.ACC((width, width), jnp.float32))
@@ -108,9 +123,8 @@ def gram(
           plgpu.copy_gmem_to_smem(weight_ref.at[b, source, at], weight_smem.at[slot], filled.at[slot])
         return none
 
-      lax.fori_loop(0, jnp.int32(visits), copy, None)
-      for n in range(max(0, visits - _SLOTS), visits):  # leave no arrival unseen
-        plgpu.barrier_wait(freed.at[n % _SLOTS])
+      lax.fori_loop(0, visits, copy, None)
+      wait_for_all(freed, visits)
 
   sums = plgpu.kernel(
     kernel,
@@ -131,6 +145,6 @@ def gram(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="gram",
-  )(x, *(array for array in (k, weight) if array is not None))
+  )(x, *(array for array in (k, weight, lasts) if array is not None))
   result: Array = varying_as(x, sums)
   return result

@@ -10,7 +10,7 @@ A block of the grid is one warpgroup with 64 tiles of queries of a head, which w
 over these are products with a triangle of ones, of bfloat16s.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -18,29 +18,36 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from kernels_pallas.gpu.bounds import Bounds, Totals
+from kernels_pallas.gpu.bounds import Bounds
 from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, down, index, shared, varying_as
 from kernels_pallas.weights import INVISIBLE, LOG2E
+
+
+class Totals(NamedTuple):
+  """Running totals of log gates just before each tile, and at its end: two float32s each, for whole ROWS of tiles."""
+
+  before: Float[Array, "2 B H n"]
+  end: Float[Array, "2 B H n"]
 
 
 def reach(
   bounds: Bounds,
   totals: Totals,
+  fades: Int[Array, "B H"],
   tiles: int,
   *,
   left_out: float,
   interpret: Any = None,
 ) -> Int[Array, "B H n"]:
-  """How many tiles from the first on each of them need not read."""
+  """How many tiles from the first on each of them need not read; none in heads that do not fade."""
   kinds, batch, heads, whole = bounds.most.shape
   group = bounds.least.shape[2] // heads
   blocks, shape, f32 = whole // ROWS, (ROWS, ROWS), jnp.float32
 
-  def kernel(
-    least_ref, most_ref, before_ref, end_ref, ones_ref, first_ref, ones_smem, weights_smem, first_smem, filled
-  ):
+  def kernel(least_ref, most_ref, before_ref, end_ref, fades_ref, ones_ref, first_ref, *scratch):
+    ones_smem, weights_smem, first_smem, filled = scratch
     plgpu.copy_gmem_to_smem(ones_ref, ones_smem, filled)
     row, block = (f(lax.axis_index("block"), jnp.int32(blocks)) for f in (lax.div, lax.rem))
     b, kv = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
@@ -81,9 +88,10 @@ def reach(
         heard = pl.run_scoped(total, plgpu.ACC(shape, f32)) + down(so_far[kind], shape)
         unheard = unheard & (heard <= down(left_out * enough[kind], shape))
         sums.append(so_far[kind] + weights.sum(axis=1))
-      return count + jnp.where(unheard, 1.0, 0.0).sum(axis=1), sums
+      return count + jnp.where(unheard, f32(1), f32(0)).sum(axis=1), sums
 
-    count, _ = lax.fori_loop(0, block + 1, hear, (by_row(0.0), [by_row(0.0)] * kinds))
+    some = (block + 1) * fades_ref[b, kv]
+    count, _ = lax.fori_loop(0, some, hear, (by_row(0.0), [by_row(0.0)] * kinds))
     first_smem[...] = count.astype(jnp.int32)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(first_smem, first_ref.at[b, kv, rows])
@@ -103,6 +111,6 @@ def reach(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="reach",
-  )(*bounds, *totals, jnp.asarray(np.tri(ROWS).T, jnp.bfloat16))
+  )(*bounds, *totals, fades, jnp.asarray(np.tri(ROWS).T, jnp.bfloat16))
   result: Array = varying_as(bounds.least, first)[..., :tiles]
   return result

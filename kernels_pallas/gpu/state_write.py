@@ -17,7 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, Int
 
 from kernels_pallas.gpu.pieces import Pieces, coordinates
 from kernels_pallas.gpu.tiles import (
@@ -61,13 +61,14 @@ def write(
   initial: Float[Array, "B H m w w w"] | None,
   *,
   others: BFloat16[Array, "B H m n w w w"] | None = None,
+  lasts: Int[Array, "B H"] | None = None,
   reverse: bool = False,
   interpret: Any = None,
 ) -> States:
   """Scans over the chunks, from the last to the first if `reverse`; several heads may share a state.
 
   The discount until the chunk is left is in `x`. `others`, for a reverse scan, are the states that the forward one
-  found, to take inner products with.
+  found, to take inner products with. Heads that do not last (0, or 1) are left out: theirs is anything.
   """
   assert others is None or reverse
   batch, all_heads, head_dim, time = x.shape
@@ -82,7 +83,8 @@ def write(
   def kernel(x_ref, v_ref, k_ref, decay_ref, *more):
     refs = list(more)
     others_ref: Any
-    initial_ref, others_ref = (None if array is None else refs.pop(0) for array in (initial, others))
+    lasts_ref: Any
+    initial_ref, others_ref, lasts_ref = (None if x is None else refs.pop(0) for x in (initial, others, lasts))
     found_ref, final_ref = refs.pop(0), refs.pop(0)
     inner_ref: Any = None if others is None else refs.pop(0)
     x_smem, v_smem, k_smem, s_smem, others_smem, filled, freed, others_filled, others_freed, *staging = refs
@@ -91,6 +93,7 @@ def write(
     row, number = (f(rest, jnp.int32(pieces.total)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
     piece = pieces.at(number)
+    chunks = jnp.int32(count) if lasts is None else count * lasts_ref[b, head]
     first = jnp.minimum(share * owned, width - owned)  # the last block does again what fills it up
 
     def chunk_of(i):
@@ -167,9 +170,9 @@ def write(
       else:  # times 1: to shard_map what was loaded varies over its axes, and what was computed does not
         given = initial_ref.at[b, head, number]
         states = tuple(1 * plgpu.load(given.at[first + n], layout=WGMMA, optimized=False) for n in places)
-      states = lax.fori_loop(0, jnp.int32(count), advance, states)
-      if others is not None and count > 1:
-        wait_if(thread == 0, others_freed)  # leave no arrival unseen
+      states = lax.fori_loop(0, chunks, advance, states)
+      if others is not None:
+        wait_if((thread == 0) & (chunks > 1), others_freed)  # leave no arrival unseen
       for state, place in zip(states, places, strict=True):
         final_ref[b, head, number, first + place] = state
       plgpu.wait_smem_to_gmem(0)
@@ -190,8 +193,8 @@ def write(
         plgpu.copy_gmem_to_smem(k_ref.at[b, at, source, coordinates(piece.j)], k_smem.at[slot], filled.at[slot])
         return none
 
-      total = count * visits
-      lax.fori_loop(0, jnp.int32(total), copy, None)
+      total = chunks * visits
+      lax.fori_loop(0, total, copy, None)
       wait_for_all(freed, total)
 
   scratch = [
@@ -224,7 +227,7 @@ def write(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="state_write",
-  )(x, v, k, decay, *(array for array in (initial, others) if array is not None))
+  )(x, v, k, decay, *(array for array in (initial, others, lasts) if array is not None))
   found, final, *inner = varying_as(x, results)
   return States(found, final, inner[0] if inner else None)
 

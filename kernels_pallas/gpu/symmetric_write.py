@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, Int
 
 from kernels_pallas.gpu.state_write import States
 from kernels_pallas.gpu.tiles import (
@@ -80,11 +80,13 @@ def write(
   decay: Float[Array, "B H n"],
   initial: Float[Array, "B H 1 w w w"] | None,
   *,
+  lasts: Int[Array, "B H"] | None = None,
   interpret: Any = None,
 ) -> States:
   """Of heads of 64, from keys times the root of the discount until the chunk is left.
 
-  The matrices `found` are S[a]^T; what is below the quarters on the diagonal is not written, and 0 in `final`.
+  The matrices `found` are S[a]^T; what is below the quarters on the diagonal is not written, and 0 in `final`. Heads
+  that do not last (0, or 1) are left out: theirs is anything.
   """
   batch, heads, width, time = x.shape
   count = decay.shape[2]
@@ -96,11 +98,13 @@ def write(
 
   def kernel(x_ref, v_ref, decay_ref, *more):
     refs = list(more)
-    initial_ref = None if initial is None else refs.pop(0)
+    lasts_ref: Any
+    initial_ref, lasts_ref = (None if array is None else refs.pop(0) for array in (initial, lasts))
     found_ref, final_ref, a_smem, b_smem, v_smem, s_smem, filled, freed, *staging = refs
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, share = (f(item, jnp.int32(sum(slices))) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
+    chunks = jnp.int32(count) if lasts is None else count * lasts_ref[b, head]
 
     def compute(kind, start):
       """A warpgroup's products of a kind whose blocks of the grid begin at `start`."""
@@ -156,7 +160,7 @@ def write(
       else:  # times 1: to shard_map what was loaded varies over its axes, and what was computed does not
         given = initial_ref.at[b, head]
         states = tuple(1 * plgpu.load(given.at[number], layout=WGMMA, optimized=False) for number in numbers)
-      states = lax.fori_loop(0, jnp.int32(count), advance, states)
+      states = lax.fori_loop(0, chunks, advance, states)
       for state, place, number in zip(states, places, numbers, strict=True):
 
         @unless_another_does(place)
@@ -179,8 +183,8 @@ def write(
         fetch(v_ref.at[b, at, head], v_smem.at[slot])
         return none
 
-      total = count * visits
-      lax.fori_loop(0, jnp.int32(total), copy, None)
+      total = chunks * visits
+      lax.fori_loop(0, total, copy, None)
       wait_for_all(freed, total)
 
     for n, kind in enumerate(_KINDS):
@@ -212,7 +216,7 @@ def write(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="symmetric_write",
-  )(x, v, decay, *(() if initial is None else (_products(initial),)))
+  )(x, v, decay, *(array for array in (None if initial is None else _products(initial), lasts) if array is not None))
   found, final = varying_as(x, results)
   return States(found, _matrices(final), None)
 

@@ -179,7 +179,7 @@ def multiply(sums: Any, left: Array, right: Any, staging: Any) -> None:
   plgpu.wgmma_wait(0)
 
 
-def wait_for_all(freed: Any, visits: int) -> None:
+def wait_for_all(freed: Any, visits: int | Int[Array, ""]) -> None:
   """Waits for the last readers of a ring's slots: no arrival is left unseen."""
   slots = freed.shape[0]
 
@@ -187,7 +187,7 @@ def wait_for_all(freed: Any, visits: int) -> None:
     plgpu.barrier_wait(freed.at[lax.rem(visited, jnp.int32(slots))])
     return none
 
-  lax.fori_loop(max(0, visits - slots), jnp.int32(visits), wait, None)
+  lax.fori_loop(jnp.maximum(0, visits - slots), jnp.int32(visits), wait, None)
 
 
 def wait_if(condition: Bool[Array, ""], barrier: Any) -> None:
