@@ -234,6 +234,14 @@ def test_a_program_planned_for_a_tpu_is_right_where_there_is_none():
   comparing.assert_close(y, reference(case)["y"], 5e-3, "y")
 
 
+def test_wide_heads_and_tiles_by_twos_are_right():
+  """As XLA's code: the strict interpreter takes minutes for these. Gates leave much of one chunk to the next."""
+  case = case_of(T=600, chunk_size=256, d=128, gate="weak", rotation="none")
+  x, rest = inputs(case)
+  run = comparing.quick_jit(lambda x, w: comparing.with_gradients(lambda x: attend(case)(x, rest), x, w))
+  assert_results_close(jax.tree.map(np.asarray, run(x, cotangents(case))), reference(case), 5e-3)
+
+
 def explain(d=64, dv=64, groups=1, dtype="bfloat16", **options):
   q, k, v = (jax.ShapeDtypeStruct((1, 65_536, *size), dtype) for size in ((2 * groups, d), (2, d), (2, dv)))
   return csympow.explain(q, k, v, device="tpu", **options)
