@@ -152,7 +152,7 @@ def keys(
     refs = list(more)
     final_refs = None if final is None else (refs.pop(0), refs.pop(0))
     dq_ref, dk_ref, dv_ref, *kept_refs = (refs.pop(0) for _ in range(7))
-    keys, queries, sums, cotangents, discounted, found, value_sums, *transposed = refs[3:]
+    keys, queries, sums, cotangents, discounted, found, value_sums, *rooms = refs[3:]
     carried = Carried(*refs[:3])
     dS, dZ = carried[:2]
     *place, step = (pl.program_id(axis) for axis in range(3))
@@ -193,7 +193,7 @@ def keys(
 
     def visit(turn: Shifts) -> None:
       found[: turn.size] = turn.weighted(dS[turn.rows]).astype(jnp.bfloat16)
-      found_transposed = transposed[turn.is_last]
+      found_transposed = turn.room_in(rooms)
       shifts.transpose(found_transposed, found)
       for t in range(tiles):
         turn.add_transposed(sums, keys, [t], found, discounted[:, tile(t)], head_dim)

@@ -41,7 +41,7 @@ def forward(
     initial_refs = None if initial is None else (refs.pop(0), refs.pop(0))
     y_ref, normaliser_ref, heard_ref = (refs.pop(0) for _ in range(3))
     final_refs = (refs.pop(0), refs.pop(0)) if return_final else None
-    keys, queries, sums, discounted, features, key_features, rounded, *transposed = refs[3:]
+    keys, queries, sums, discounted, features, key_features, rounded, *rooms = refs[3:]
     carried = Carried(*refs[:3])
     S, Z = carried[:2]
     *place, n = (pl.program_id(axis) for axis in range(3))
@@ -92,7 +92,7 @@ def forward(
     shifts.add_gram(Z, decay, k_ref[0, 0], until_ref[0, 0])
 
     def visit(turn: Shifts) -> None:
-      found = transposed[turn.is_last]
+      found = turn.room_in(rooms)
       state = S[turn.rows]
       # By way of memory, for the state would wait in registers, that are too few, until it is transposed.
       rounded[: turn.size] = turn.weighted(state).astype(jnp.bfloat16)

@@ -196,6 +196,11 @@ class Shifts(NamedTuple):
     """How many features these are."""
     return self.many * self.head_dim or self.head_dim // 2
 
+  def room_in(self, transposed: Sequence[Any]) -> Any:
+    """That of `scratch_of_transposed` which is as large as these."""
+    many, last = transposed
+    return last if self.is_last else many
+
   def add_to_state(
     self,
     state: Any,
@@ -208,8 +213,8 @@ class Shifts(NamedTuple):
   ) -> None:
     """S <- decay S + phi(x) y^T over several tiles: the sum over all their tokens is the matrix unit's.
 
-    By parts, for sums must fit the registers, each of which loads y for itself. With `room` for the features of two
-    parts in memory no more of them are made before the matrix units have taken the first.
+    By parts, each of which loads y for itself: a part's sums, and what they are made of, must fit the registers. With
+    `room` for the features of two parts in memory a third part's are not made before the first part's have been taken.
     """
     many = PART // self.head_dim
     parts = [self._replace(first=self.first + n, many=many) for n in range(0, self.many, many)] or [self]
