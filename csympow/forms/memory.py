@@ -46,11 +46,13 @@ def discounted(memory: Memory, log_discount: Float[Array, "B H 1 1"]) -> Memory:
   """The memory after tokens whose log gates sum to `log_discount`.
 
   Near 1 the discount rounds to another one, and over the many steps that such a memory lasts the difference adds up:
-  what the rounding lost is applied too. A reset leaves exactly 0.
+  what fades is taken off instead, which is right whether or not a product and its sum are rounded at once. A reset
+  leaves exactly 0.
   """
-  discount = jnp.exp(log_discount)
-  lost = jnp.where(log_discount > -0.5, jnp.expm1(log_discount) - (discount - 1), 0.0)
-  return Memory(*(array * discount + array * lost for array in memory))
+  is_near_one = log_discount > -0.5
+  kept = jnp.where(is_near_one, 1.0, jnp.exp(log_discount))
+  faded = jnp.where(is_near_one, jnp.expm1(log_discount), 0.0)
+  return Memory(*(array * kept + array * faded for array in memory))
 
 
 def without_noise(sums: Sums) -> Sums:
