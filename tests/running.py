@@ -36,7 +36,8 @@ def start(workdir, *arguments, devices=1, config=TINY, before=""):
 def begin(*command, devices=1, before=""):
   """A program of the root directory under way."""
   environment = os.environ | {
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    # Little of the compiler's effort: these runs take moments.
+    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
     "JAX_PLATFORMS": "cpu",
     "JAX_COMPILATION_CACHE_DIR": _CACHE,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
