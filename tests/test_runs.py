@@ -282,10 +282,12 @@ def test_a_profile_is_written(tmp_path):
 def test_a_second_run_in_a_workdir_is_refused_and_harms_nothing(tmp_path):
   process = start(tmp_path / "run", "--config.log.heldout=2", "--config.log.heldout_batches=5000")
   wait_for(process, "step 2/40")
+  process.send_signal(signal.SIGSTOP)  # it holds the workdir all the same, and takes no time from the other
   try:
     _, errors = run(tmp_path / "run", expect=2)
     assert "is in use by another run" in line(errors)
   finally:
+    process.send_signal(signal.SIGCONT)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
   assert process.returncode == 75
