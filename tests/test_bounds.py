@@ -1,20 +1,19 @@
 """Bounds of what tiles add and of what queries gather, by kernel: those that the formulas give in float64."""
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.gpu.bounds import Totals, bounds
+from kernels_pallas.gpu.bounds import bounds
 from kernels_pallas.gpu.tiles import ROWS, TILE
-from tests.test_visible import before_of, bound_by_moments, tiles_of, weights_of
+from tests.test_visible import before_of, bound_by_moments, sizes_of, tiles_of, weights_of
 
 TILES = 4
 
 
 def make(d):
-  """Queries, keys and the sizes of values. Which half of the keys, and of their coordinates, is large differs from tile
+  """Queries, keys and values. Which half of the keys, and of their coordinates, is large differs from tile
   to tile; and so does whether all values are alike or one is by far the largest. The third tile's keys are alike: what
   they add is all that the moments say, of which float16 has a little less, each being a third of the trace.
   """
@@ -26,24 +25,23 @@ def make(d):
   k[:, 2] = np.arange(d) < 3
   sizes = random.uniform(1, 2, (1, 1, TILES, TILE))
   sizes[:, :, 1, 7] = 1e4
+  v = random.uniform(-1, 1, (TILES * TILE, 64))
+  v[:, 5] = -sizes.reshape(-1)
   q, k = (jnp.asarray(x.reshape(1, TILES * TILE, 1, d), jnp.float16) for x in (q, k))
-  return q, k, jnp.asarray(sizes, jnp.float32)
+  return q, k, jnp.asarray(v[None, :, None], jnp.bfloat16)
 
 
 @pytest.mark.parametrize(("d", "power"), [(128, 2), (128, 6)])
 def test_bounds_are_those_of_the_formulas(d, power):
-  q, k, sizes = make(d)
+  q, k, v = make(d)
   end = np.array([[[-1.0, -3.0, -4.0, -9.0]]])
   decay = np.exp(end - before_of(end))
-  padding = ((0, 0),) * 3 + ((0, -TILES % ROWS),)
-  totals = Totals(*(np.pad(np.stack([x, 0 * x]), padding, mode="edge") for x in (before_of(end), end)))
-  decay, totals = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (decay, totals))
-  how = {"power": power, "left_out": 0.5, "interpret": plgpu.InterpretGPUParams()}
-  found = bounds(q, k, decay, sizes.reshape(1, 1, -1), totals, **how)
+  decay, fades = jnp.asarray(decay, jnp.float32), jnp.ones((1, 1), jnp.int32)
+  found = bounds(q, k, v, decay, fades, power=power, interpret=plgpu.InterpretGPUParams())
 
-  q, k = tiles_of(q), tiles_of(k)
+  q, k, sizes = tiles_of(q), tiles_of(k), sizes_of(v)
   lengths = np.sum(q**2, axis=-1) ** (power // 2)
-  for kind, value in enumerate((np.ones_like(sizes), np.asarray(sizes, np.float64))):
+  for kind, value in enumerate((np.ones_like(sizes), sizes)):
     alone = np.sum(value * np.sum(k**2, axis=-1) ** (power // 2), axis=-1)
     most = np.minimum(alone, np.max(value, axis=-1) * bound_by_moments(k, power))
     np.testing.assert_allclose(found.most[kind, ..., : TILES - 1], most[..., :-1], rtol=2e-4)  # moments are float16s

@@ -30,7 +30,7 @@ from kernels_pallas.gpu.tiles import BLOCK, IN_TILE, ROWS, TILE, WGMMA, across, 
 from kernels_pallas.weights import even_power, raised
 
 _KINDS = 2  # of sums: of weights, and of weights times values
-_RELATIVE, _ABSOLUTE = 2.0**-11, 2.0**-24  # how far a number is from the next float16, if that is a normal one or not
+_RELATIVE, _ABSOLUTE = 2.0**-11, 2.0**-24  # no more is lost by rounding to float16, to a normal number or to another
 
 
 class Bounds(NamedTuple):
