@@ -81,7 +81,7 @@ def check(power: int, form: str, dim: int, rotated: bool, implementation: str | 
 
   Against XLA's attention form in float32. Gates' and betas' gradients are sums over time of terms that cancel.
   """
-  # As many heads as are timed, some of which forget, and long enough for that to count.
+  # As many heads as are timed, some of which forget, and long enough for that to count if they are of 64.
   arrays = inputs(1, 4600, 12, dim, [3.0, 9.0], 1.0)
   several = 1024 if form == "chunked" else None
   found = jax.jit(with_backward(power_attention(power, form, rotated, implementation, several)))(*arrays)
@@ -138,6 +138,8 @@ def main() -> None:
   implementation = None if args.implementation == "none" else args.implementation
   lengths, powers, dims = ([int(x) for x in text.split(",")] for text in (args.lengths, args.powers, args.dims))
   offsets = [float(x) for x in args.offset.split(",")]
+  if len(offsets) > 2:
+    parser.error(f"--offset takes one logit or two, the first head's and the last's; got {args.offset}")
   device = jax.devices()[0]
   if device.platform != "gpu":
     parser.error(f"needs an NVIDIA GPU, for cuDNN is what it compares with; this is a {device.platform}")

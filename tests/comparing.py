@@ -315,11 +315,11 @@ def temporaries(function, *shapes, **options):
 
 
 def recorded(monkeypatch, module, name):
-  """All objects of a module's class that are made from now on."""
+  """All that a module's class or function makes from now on."""
   found, made = [], getattr(module, name)
 
-  def make(**options):
-    found.append(made(**options))
+  def make(*arguments, **options):
+    found.append(made(*arguments, **options))
     return found[-1]
 
   monkeypatch.setattr(module, name, make)

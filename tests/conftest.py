@@ -43,6 +43,16 @@ def no_races(monkeypatch):
   assert not any(races.races_found for races in found)
 
 
+@pytest.fixture
+def long(monkeypatch):
+  """What makes sequences of a few tiles count as long, and states cost as much as two tiles."""
+  from csympow.forms import visible
+  from kernels_pallas.gpu.tiles import TILE
+
+  monkeypatch.setattr(visible, "LONG", TILE)
+  monkeypatch.setattr(visible, "tiles_of_a_state", lambda *widths: 2)
+
+
 @pytest.fixture(autouse=True)
 def exact_products():
   """The default rounds float32 products on GPU and TPU; every tolerance here assumes that it does not."""

@@ -32,9 +32,9 @@ def test_what_no_state_reached_is_left_as_it_was():
   np.testing.assert_allclose(found.sum(), 3.0, rtol=1e-5)
 
 
-def test_heads_that_do_not_last_keep_their_sums():
+def test_heads_without_a_state_keep_their_sums():
   parts = tuple(jnp.asarray(np.random.default_rng(n).normal(size=(1, 64, 2)), jnp.float32) for n in range(2))
   ends = jnp.asarray([0.0, 5.0, 7.0])[None, :, None] * jnp.asarray([0.0, 1.0])
-  found = np.asarray(anchors._anchored(parts, ends, lasts=jnp.asarray([[0, 1]], jnp.int32)))
+  found = np.asarray(anchors._anchored(parts, ends, has_state=jnp.asarray([[0, 1]], jnp.int32)))
   np.testing.assert_array_equal(found[..., 0], (parts[0] + parts[1])[..., 0])
   np.testing.assert_allclose(found[..., 1].reshape(2, 32).sum(axis=1), [5.0, 2.0], rtol=1e-5)

@@ -13,6 +13,7 @@ import csympow
 from csympow.forms import near, visible
 from csympow.forms.spans import Settings
 from csympow.prefix import Total, prefix_sum
+from kernels_pallas.gpu import attention_forward
 from kernels_pallas.gpu.bounds import bounds
 from kernels_pallas.gpu.reach import Totals, reach
 from kernels_pallas.gpu.tiles import ROWS, TILE
@@ -312,10 +313,10 @@ def test_heads_that_forget_soon_enough_read_beyond_their_chunks_and_need_no_stat
   end = np.array([-9.0, -1.0, -9.0, -100.0])[None, :, None] * np.arange(1, 9)
   whole_first, whole_last = found_visible(q, k, v, end, 2, monkeypatch)
   found_in = functools.partial(found_visible, q, k, v, end, 2, monkeypatch, chunk=2 * TILE)
-  first, last, lasts = found_in(beyond_chunks=True)
+  first, last, has_state = found_in(beyond_chunks=True)
   in_chunk_first, in_chunk_last = found_in()
-  np.testing.assert_array_equal(lasts, [[0, 1, 1, 0]])
-  for head, needs_state in enumerate(lasts[0]):
+  np.testing.assert_array_equal(has_state, [[0, 1, 1, 0]])
+  for head, needs_state in enumerate(has_state[0]):
     expected = (in_chunk_first, in_chunk_last) if needs_state else (whole_first, whole_last)
     np.testing.assert_array_equal(first[0, head], expected[0][0, head])
     np.testing.assert_array_equal(last[0, head], expected[1][0, head])
@@ -323,40 +324,98 @@ def test_heads_that_forget_soon_enough_read_beyond_their_chunks_and_need_no_stat
   assert np.mean(np.arange(8) - whole_first[0, 2]) > 3
 
 
-def lasting_and_not(case):
-  """Inputs of a case whose first head forgets at once, and whose second one does not."""
+def forgetting_and_not(case):
+  """Inputs of a case whose first row, or first head of several, forgets at once, and whose last one does not."""
   x, rest = comparing.inputs(case)
-  return x | {"log_gate": x["log_gate"] * jnp.array([2.0, 1e-2])}, rest
+  rate = jnp.array([2.0, 1e-2])
+  return x | {"log_gate": x["log_gate"] * (rate if case.H == 2 else rate[:, None, None])}, rest
 
 
-def seen_by_kernels(monkeypatch):
-  """What `visible` finds in calls that count as long, and in which states cost as much as two tiles."""
-  monkeypatch.setattr(visible, "LONG", TILE)
-  monkeypatch.setattr(visible, "tiles_of_a_state", lambda *widths: 2)
+def recorded(monkeypatch):
+  """What `visible` finds for the kernels: the first tiles, and which heads have a state."""
   found = []
 
-  def recorded(*arguments, **options):
+  def and_record(*arguments, **options):
     seen = visible.visible(*arguments, **options)
-    jax.debug.callback(lambda *x: found.append(x), seen.first, seen.lasts)
+    jax.debug.callback(lambda *x: found.append(x), seen.first, seen.has_state)
     return seen
 
-  monkeypatch.setattr(near, "visible", recorded)
+  monkeypatch.setattr(near, "visible", and_record)
   return found
 
 
-@pytest.mark.parametrize(
-  ("T", "groups", "gradients"), [(512, 1, False), pytest.param(1000, 2, True, marks=pytest.mark.slow)]
-)
-@pytest.mark.usefixtures("no_races")
-def test_heads_with_a_state_and_without_are_right_in_the_interpreter(T, groups, gradients, monkeypatch):
-  found = seen_by_kernels(monkeypatch)
-  case = Case(T=T, B=1, H=2, groups=groups, d=64, dv=64, dtype="bfloat16", entry="attention")
-  x, rest = lasting_and_not(case)
+def test_nothing_is_added_to_heads_without_a_state():
+  case = Case(T=256, B=2, H=1, groups=2, d=32, dv=32, rotation="none", dtype="bfloat16", entry="attention")
+  x, _ = comparing.inputs(case)
+  settings = Settings(2, 256, TILE, TILE, "high", interpret=QUICKLY)
+  q, k, v, log_gate = (x[name] for name in ("q", "k", "v", "log_gate"))
+  tokens = near.Tokens(q.reshape(2, 256, 1, 2, 32), k, v, log_gate, None)
+  operands = near.operands(tokens, near.running(log_gate, settings), settings)
+  has_state = jnp.array([[0], [1]], jnp.int32)
+  by_query_head = jnp.repeat(has_state, 2, axis=1)[..., None] > 0
+  weight = jnp.where(by_query_head, jnp.full((2, 2, 256), 2.0), jnp.nan)
+  numerator = jnp.moveaxis(jnp.broadcast_to(3 * weight[..., None], (2, 2, 256, 32)), 1, 2)
+  how = {"power": 2, "dtype": jnp.float32, "save_low": False, "interpret": QUICKLY}
+  alone = attention_forward.forward(operands.q, operands.keys, operands.v, **how)
+  carried = attention_forward.Carried(numerator, weight, has_state)
+  found = attention_forward.forward(operands.q, operands.keys, operands.v, carried, **how)
+  normaliser = alone.normaliser + jnp.where(by_query_head, 2, 0)
+  np.testing.assert_allclose(found.normaliser, normaliser, rtol=1e-6)
+  own, total = (jnp.moveaxis(n, 1, 2)[..., None] for n in (alone.normaliser, normaliser))
+  expected = (alone.high * own + jnp.where(jnp.moveaxis(by_query_head, 1, 2)[..., None], 6, 0)) / total
+  np.testing.assert_allclose(found.high, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.usefixtures("long", "no_races")
+def test_heads_with_a_state_and_without_are_right_in_the_interpreter(gradients, monkeypatch):
+  found = recorded(monkeypatch)
+  case = Case(T=512, B=2, H=1, groups=2, d=64, dv=64, dtype="bfloat16", entry="attention")
+  x, rest = forgetting_and_not(case)
   run, weights = functools.partial(attend(case, INTERPRETED, 256), rest=rest), comparing.cotangents(case)
   results = comparing.with_gradients(run, x, weights) if gradients else run(x)
   jax.effects_barrier()
-  first, lasts = found[0]
-  np.testing.assert_array_equal(lasts, [[0, 1]])
-  assert np.any(first[0, 0] < np.arange(first.shape[2]) // 2 * 2)  # beyond chunks of two tiles
+  first, has_state = found[0]
+  np.testing.assert_array_equal(has_state, [[0], [1]])
+  assert np.any(first[0] < np.arange(4) // 2 * 2)  # beyond chunks of two tiles
   expected = comparing.quadratic_results(x, rest, weights, power=2)
+  turned = {"dbeta": results.pop("dbeta")} if gradients else {}
   comparing.assert_results_close(jax.tree.map(np.asarray, results), expected, TOLERANCE["bfloat16"])
+  comparing.assert_results_close(jax.tree.map(np.asarray, turned), expected, 8e-3)  # as on the chip
+
+
+@pytest.mark.parametrize(("entry", "searched"), [("attention", True), ("prefill", False), ("continued", False)])
+@pytest.mark.usefixtures("long")
+def test_where_a_state_comes_in_or_goes_out_all_heads_have_one(entry, searched, monkeypatch):
+  found = comparing.recorded(monkeypatch, near, "visible")
+  case = Case(T=512, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry=entry)
+  x, rest = comparing.inputs(case)
+  jax.eval_shape(functools.partial(attend(case, INTERPRETED, 256), rest=rest), x)
+  assert [seen.has_state is not None for seen in found] == [searched]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+  "case",
+  [
+    Case(T=4600, B=2, H=2, groups=3, d=64, dv=64, dtype="bfloat16", entry="attention"),
+    Case(T=4600, B=2, H=2, groups=2, d=64, dv=64, segments="padded", dtype="bfloat16", entry="attention"),
+    Case(T=4300, B=1, H=2, d=32, dv=32, dtype="float16", entry="attention"),
+    Case(T=4600, B=1, H=2, d=64, dv=128, dtype="bfloat16", entry="attention"),
+    Case(T=9000, B=1, H=2, d=128, dv=64, rotation="fixed", dtype="bfloat16", entry="attention"),
+  ],
+  ids=str,
+)
+def test_heads_with_a_state_and_without_are_right_on_the_chip(case, monkeypatch):
+  found = recorded(monkeypatch)
+  (x, rest), weights = forgetting_and_not(case), comparing.cotangents(case)
+  how = {"entry": "attention", "power": 2, "form": "chunked", "implementation": "pallas"}
+  call = functools.partial(comparing.call, rest=rest, **how)
+  results = jax.jit(lambda x, w: comparing.with_gradients(call, x, w))(x, weights)
+  jax.effects_barrier()
+  np.testing.assert_array_equal(found[0][1], [[0, int(case.segments == "none")]] * case.B)  # documents are short
+  expected = comparing.quadratic_results(x, rest, weights, power=2)
+  turned = {name: results.pop(name) for name in ("dbeta",) if name in results}
+  comparing.assert_results_close(results, expected, TOLERANCE[case.dtype])
+  comparing.assert_results_close(turned, expected, 8e-3)

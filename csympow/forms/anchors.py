@@ -35,18 +35,18 @@ def cotangents(
   rotation: rotating.Rotation | None,
   kernel: TotalsKernel | None = None,
   reach: Reach | None = None,
-  lasts: Int[Array, "B H"] | None = None,
+  has_state: Int[Array, "B H"] | None = None,
 ) -> tuple[Float[Array, "B T H"], rotating.Rotation | None]:
   """Those of the log gates, and of the rotation; `kernel` is what sums over time, if not XLA.
 
-  Heads that do not last (0, or 1) carry nothing from chunk to chunk, and have attention beyond chunks.
+  Heads without a state carry nothing from chunk to chunk, and their sums are not known another way.
   """
-  dlog_gate = of_gates(pulls.G, ends.pulled, kernel, reach, lasts)
+  dlog_gate = of_gates(pulls.G, ends.pulled, kernel, reach, has_state)
   if rotation is None or ends.turned is None or pulls.total is None:
     return dlog_gate, None
   along = jnp.sum(ends.turned * rotation.rates, axis=-1) / (2 * jnp.pi)
   turns, total = (
-    _anchored(part, between, reach, lasts) for part, between in ((pulls.turns, ends.turned), (pulls.total, along))
+    _anchored(part, between, reach, has_state) for part, between in ((pulls.turns, ends.turned), (pulls.total, along))
   )
   return dlog_gate, rotating.cotangent(rotation, turns, total)
 
@@ -56,17 +56,17 @@ def of_gates(
   pulled: Float[Array, "B ends H"],
   kernel: TotalsKernel | None = None,
   reach: Reach | None = None,
-  lasts: Int[Array, "B H"] | None = None,
+  has_state: Int[Array, "B H"] | None = None,
 ) -> Float[Array, "B T H"]:
   """Those of the log gates, from what queries and keys add and what is pulled at the ends of chunks."""
-  return prefix_sum(_anchored(pulls, -pulled, reach, lasts), reverse=True, kernel=kernel).hi + pulled[:, -1:]
+  return prefix_sum(_anchored(pulls, -pulled, reach, has_state), reverse=True, kernel=kernel).hi + pulled[:, -1:]
 
 
 def _anchored(
   parts: tuple[Float[Array, "B T H *r"], ...],
   ends: Float[Array, "B ends H *r"],
   reach: Reach | None = None,
-  lasts: Int[Array, "B H"] | None = None,
+  has_state: Int[Array, "B H"] | None = None,
 ) -> Float[Array, "B T H *r"]:
   """The sum of the parts, such that over a chunk it is the difference of the `ends`.
 
@@ -89,7 +89,7 @@ def _anchored(
   if x.ndim == 5:  # and to what a token's other pairs of coordinates added: the sum of one can be small by chance
     share = share + jnp.mean(share, axis=-1, keepdims=True)
   missing = (ends[:, 1:] - ends[:, :-1]) - jnp.sum(x, axis=2)
-  if lasts is not None:
-    missing = missing * lasts.reshape(lasts.shape[0], 1, -1, *(1,) * (missing.ndim - 3))
+  if has_state is not None:
+    missing = missing * has_state.reshape(has_state.shape[0], 1, -1, *(1,) * (missing.ndim - 3))
   x = x + missing[:, :, None] * share / jnp.maximum(jnp.sum(share, axis=2, keepdims=True), SMALLEST)
   return x.reshape(x.shape[0], -1, *x.shape[3:])

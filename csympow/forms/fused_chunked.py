@@ -127,19 +127,19 @@ def _forward(
   sizes = across.shape[1:]
   if once:
     (root,), keys = k_copies, None
-    S = symmetric_write.write(root, x.v, across, start, lasts=x.lasts, interpret=interpret)
-    added = gram.gram(root, None, None, *sizes, time_last=True, lasts=x.lasts, interpret=interpret)
+    S = symmetric_write.write(root, x.v, across, start, has_state=x.has_state, interpret=interpret)
+    added = gram.gram(root, None, None, *sizes, time_last=True, has_state=x.has_state, interpret=interpret)
   else:
     keys = _Keys(*k_copies)
-    S = state_write.write(keys.x, x.v, keys.k, across, start, lasts=x.lasts, interpret=interpret)
-    added = gram.gram(keys.x, keys.k, None, *sizes, time_last=True, lasts=x.lasts, interpret=interpret)
+    S = state_write.write(keys.x, x.v, keys.k, across, start, has_state=x.has_state, interpret=interpret)
+    added = gram.gram(keys.x, keys.k, None, *sizes, time_last=True, has_state=x.has_state, interpret=interpret)
   Z = scan.scan(added, across, None if initial is None else initial.Z, interpret=interpret)
 
   # Gradients need what rounding to 16 bits would lose.
   wanted = jnp.float32 if save else jnp.bfloat16
   found = S.found, Z.found, discounts.since_start
-  far = state_read.read(time_last, x.q, *found, lasts=x.lasts, by_rows=once, dtype=wanted, interpret=interpret)
-  carried = attention_forward.Carried(*far, x.lasts)
+  far = state_read.read(time_last, x.q, *found, has_state=x.has_state, by_rows=once, dtype=wanted, interpret=interpret)
+  carried = attention_forward.Carried(*far, x.has_state)
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, Z.final) if return_final else None
   saved = _Saved(x, keys, G, rotation, initial, S.found, Z.found, final, y, far.normaliser >= 0)
@@ -176,7 +176,7 @@ def _backward(
     across,
     None if dfinal is None else dfinal.S,
     others=saved.found,
-    lasts=x.lasts,
+    has_state=x.has_state,
     reverse=True,
     interpret=interpret,
   )
@@ -186,20 +186,22 @@ def _backward(
   (k_discounted,) = copies(x.keys.plain, [_discounted_keys(discounts)], after=dS.final, interpret=interpret)
   dnormaliser = -given.delta * inverse
   added = gram.gram(
-    queries.q, queries.q, dnormaliser, *across.shape[1:], time_last=False, lasts=x.lasts, interpret=interpret
+    queries.q, queries.q, dnormaliser, *across.shape[1:], time_last=False, has_state=x.has_state, interpret=interpret
   )
   dZ = scan.scan(added, across, None if dfinal is None else dfinal.Z, reverse=True, interpret=interpret)
 
-  transposed = functools.partial(state_read.read_transposed, lasts=x.lasts, interpret=interpret)
+  transposed = functools.partial(state_read.read_transposed, has_state=x.has_state, interpret=interpret)
   dq = transposed(queries.x, given.dy, saved.found, queries.q, saved.Z, inside.q, w_scale=dnormaliser)
   dk = transposed(keys.x, x.v, dS.found, k_discounted, dZ.found, inside.k, scale=discounts.k_scale)
-  dv = state_read.read_values(keys.x, keys.k, dS.found, inside.v, lasts=x.lasts, interpret=interpret)
+  dv = state_read.read_values(keys.x, keys.k, dS.found, inside.v, has_state=x.has_state, interpret=interpret)
 
   assert dS.inner is not None
   ends = _at_ends(saved, dS.inner, dZ.found, dfinal, Full(dS.final, dZ.final))
   dtypes = (dtype if saved.initial is None else jnp.float32, dtype)
   dq, dk, pulls = near.finished(x, dq, dk, saved.rotation, dtypes, settings, inside)
-  dlog_gate, drotation = anchors.cotangents(pulls, ends, saved.rotation, near.totals_kernel(settings), lasts=x.lasts)
+  dlog_gate, drotation = anchors.cotangents(
+    pulls, ends, saved.rotation, near.totals_kernel(settings), has_state=x.has_state
+  )
   dinitial = None if saved.initial is None else Full(dS.final / _of_pieces(scale), dZ.final / scale)
   return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), dinitial
 
@@ -266,9 +268,9 @@ def _at_ends(
 
   Z, dZ = (jnp.sum(terms, axis=3, dtype=jnp.float32) for terms in (saved.Z[:, :, 1:], dZ[:, :, :-1]))
   between_Z = between(Z, dZ)
-  lasts = saved.operands.lasts
-  if lasts is not None:
-    inner = jnp.where(lasts.reshape(*lasts.shape, *(1,) * (inner.ndim - 2)) > 0, inner, 0.0)
+  has_state = saved.operands.has_state
+  if has_state is not None:
+    inner = jnp.where(has_state.reshape(*has_state.shape, *(1,) * (inner.ndim - 2)) > 0, inner, 0.0)
   of_S = jnp.sum(inner[:, :, :, :-1], axis=-1).reshape(*inner.shape[:2], *pieces, inner.shape[3] - 1, STATE_WIDTH, 2)
   found = jnp.moveaxis(jnp.sum(of_S, axis=(3, 4)), 2, 3).reshape(between_Z.shape) + between_Z
   first, last = of_one(saved.initial, dinitial), of_one(saved.final, dfinal)

@@ -67,7 +67,7 @@ class Operands(NamedTuple):
   q_exponent: Int[Array, "B T H g"]  # queries were divided by 2 to this
   exponent: Int[Array, "B T H"]  # keys were divided by 2 to this
   top: Int[Array, "B H"]  # the largest of them: weights are divided by 2 to p times this
-  lasts: Int[Array, "B H"] | None = None  # which heads need a state: see visible.Visible
+  has_state: Int[Array, "B H"] | None = None  # 1 or 0: see visible.Visible
 
 
 class Pulls(NamedTuple):
@@ -108,7 +108,7 @@ class Exponents(NamedTuple):
 
 
 def operands(x: Tokens, G: Total, settings: Settings) -> Operands:
-  """Operands of attention inside chunks of whole BLOCKs."""
+  """Operands of attention in chunks of whole BLOCKs."""
   return operands_and_copies(x, G, exponents(x), (), (), settings)[0]
 
 
@@ -169,7 +169,7 @@ def operands_and_copies(
     q_exponent=q_exponent,
     exponent=exponents.k,
     top=exponents.top,
-    lasts=seen.lasts,
+    has_state=seen.has_state,
   )
   return found, q_copies, k_copies
 
@@ -292,38 +292,38 @@ def finished(
   rotation: Rotation | None,
   dtypes: tuple[DTypeLike, DTypeLike],
   settings: Settings,
-  inside: attention_backward.Gradients | None = None,
+  by_pairs: attention_backward.Gradients | None = None,
 ) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"], Pulls]:
   """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each.
 
-  Those of heads that do not last are what pairs `inside` have given.
+  Those of heads without a state are what pairs of tokens have given, `by_pairs`.
   """
   power, (batch, time, heads, group) = settings.power, x.q_exponent.shape
   turned_by, speed = angles(rotation), None
   if rotation is not None:
     speed = jnp.repeat(power * rotation.rates, 2)
 
-  instead: list[gradients.Instead | None] = [None, None]
-  if inside is not None and x.lasts is not None:
-    lasts = x.lasts
-    instead = [gradients.Instead(dx, jnp.repeat(lasts, dx.shape[2] // heads, axis=1)) for dx in inside[:2]]
+  without_state: list[gradients.WithoutState | None] = [None, None]
+  if by_pairs is not None and x.has_state is not None:
+    flags = [jnp.repeat(x.has_state, dx.shape[2] // heads, axis=1) for dx in by_pairs[:2]]
+    without_state = list(map(gradients.WithoutState, by_pairs[:2], flags))
 
   def back(
-    x: Array, dx: Array, exponent: Array, dtype: DTypeLike, other: gradients.Instead | None
+    x: Array, dx: Array, exponent: Array, dtype: DTypeLike, without_state: gradients.WithoutState | None
   ) -> gradients.Gradients:
     exponent = jnp.where(exponent <= LEAST + 1, 0, exponent).reshape(batch, time, -1)  # of 0, whose gradient is 0
     factor = power * jnp.exp2(-exponent.astype(jnp.float32))
-    how = {"angles": turned_by, "speed": speed, "instead": other, "interpret": settings.interpret}
+    how = {"angles": turned_by, "speed": speed, "without_state": without_state, "interpret": settings.interpret}
     return gradients.gradients(x, dx, by_head(factor), dtype, **how)
 
   def of_token(x: Float[Array, "B Hq T"]) -> Float[Array, "B T H"]:
     return jnp.sum(jnp.moveaxis(x, 1, 2).reshape(batch, time, heads, -1), axis=-1)
 
-  found_q = back(x.q, dq, x.q_exponent, dtypes[0], instead[0])
-  found_k = back(x.keys.plain, dk, x.exponent, dtypes[1], instead[1])
+  found_q = back(x.q, dq, x.q_exponent, dtypes[0], without_state[0])
+  found_k = back(x.keys.plain, dk, x.exponent, dtypes[1], without_state[1])
   dq, dk = (
-    dx if other is None else jnp.where(other.lasts[:, None, :, None] > 0, dx, other.dx)
-    for dx, other in zip((dq, dk), instead, strict=True)
+    dx if other is None else jnp.where(other.has_state[:, None, :, None] > 0, dx, other.dx)
+    for dx, other in zip((dq, dk), without_state, strict=True)
   )
   total = None
   if found_q.turned is not None and found_k.turned is not None:

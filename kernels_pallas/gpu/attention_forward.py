@@ -53,9 +53,7 @@ class Keys(NamedTuple):
   gate: Float[Array, "B H T"]  # of a query: the discount since its tile began
   pull: Float[Array, "B H T"]  # of a key: the same, less the logarithm of its scale
   decay: Float[Array, "B H tiles"]  # the discount across each tile
-  first: Int[
-    Array, "B H tiles"
-  ]  # the earliest tile that a tile's queries read, the same for all of a block of the grid
+  first: Int[Array, "B H tiles"]  # the earliest tile that is read: by a block of the grid, its first tile's
 
 
 class Carried(NamedTuple):
@@ -63,7 +61,7 @@ class Carried(NamedTuple):
 
   numerator: Float[Array, "B T Hq dv"]
   normaliser: Float[Array, "B Hq T"]
-  lasts: Int[Array, "B H"] | None = None  # 0: the head has no state, and the other two are anything
+  has_state: Int[Array, "B H"] | None = None  # 0: in the head there was none, and the other two are anything
 
 
 class Outputs(NamedTuple):
@@ -114,9 +112,9 @@ def forward(
     # of queries among them if there is a second; then plain ones of the queries' own tiles.
     plain = (own - first + pairs - 1) * IN_TILE
     stop = plain + pairs * IN_TILE
-    states = (
-      jnp.int32(1) if carried is None or carried.lasts is None else carried_refs.lasts[b, kv]
-    )  # of the head: one, or none
+    states = jnp.int32(1)  # of the head: one, or none
+    if carried is not None and carried.has_state is not None:
+      states = carried_refs.has_state[b, kv]
 
     def slot_of(j):
       return lax.rem(j, jnp.int32(slots))
@@ -234,7 +232,7 @@ def forward(
         total = total + from_state * down(jnp.where(heard, 1.0, 0.0), total.shape)
         return total, normaliser + jnp.where(heard, weight, 0.0)
 
-      if carried is not None and carried.lasts is None:
+      if carried is not None and carried.has_state is None:
         total, normaliser = add_state(0, (total, normaliser))
       elif carried is not None:
         total, normaliser = lax.fori_loop(0, states, add_state, (total, normaliser))

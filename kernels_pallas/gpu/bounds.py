@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float, Float16, Int
 
-from kernels_pallas.gpu.tiles import BLOCK, IN_TILE, ROWS, TILE, WGMMA, across, by_eights, shared, varying_as
+from kernels_pallas.gpu.tiles import IN_TILE, ROWS, TILE, WGMMA, across, by_eights, shared, varying_as
 from kernels_pallas.weights import even_power, raised
 
 _KINDS = 2  # of sums: of weights, and of weights times values
@@ -209,19 +209,19 @@ def _sizes(v: BFloat16[Array, "B T H dv"], fades: Int[Array, "B H"], interpret: 
 
   def kernel(v_ref, fades_ref, sizes_ref):
     row, head = (f(lax.axis_index("block"), jnp.int32(heads)) for f in (lax.div, lax.rem))
-    b, block = (f(row, jnp.int32(time // BLOCK)) for f in (lax.div, lax.rem))
+    b, n = (f(row, jnp.int32(time // TILE)) for f in (lax.div, lax.rem))
 
     @pl.when(fades_ref[b, head] > 0)
     def _():
-      for part in range(BLOCK // ROWS):
-        rows = pl.ds(block * BLOCK + part * ROWS, ROWS)
+      for part in range(IN_TILE):
+        rows = pl.ds(n * TILE + part * ROWS, ROWS)
         values = plgpu.load(v_ref.at[b, rows, head], layout=WGMMA, optimized=False)
         sizes_ref[b, head, rows] = jnp.abs(values.astype(jnp.float32)).max(axis=1)
 
   found = plgpu.kernel(
     kernel,
     out_type=jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
-    grid=(batch * (time // BLOCK) * heads,),
+    grid=(batch * (time // TILE) * heads,),
     grid_names=("block",),
     interpret=interpret,
     kernel_name="sizes",

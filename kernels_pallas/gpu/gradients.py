@@ -43,11 +43,11 @@ class Gradients(NamedTuple):
   turned: Float[Array, "B H T"] | None
 
 
-class Instead(NamedTuple):
-  """A dx for heads that do not last (0, or 1), whose own is anything."""
+class WithoutState(NamedTuple):
+  """What dx is in heads that have no state (0, or 1 if they have): there the other one is anything."""
 
   dx: Float[Array, "B T H d"]
-  lasts: Int[Array, "B H"]
+  has_state: Int[Array, "B H"]
 
 
 class _Rotation(NamedTuple):
@@ -65,7 +65,7 @@ def gradients(
   *,
   angles: Angles | None = None,
   speed: Float[Array, "d"] | None = None,
-  instead: Instead | None = None,
+  without_state: WithoutState | None = None,
   interpret: Any = None,
 ) -> Gradients:
   """Those of what was given in `dtype`. Several heads of x may share those of the angles."""
@@ -76,8 +76,8 @@ def gradients(
 
   def kernel(x_ref, dx_ref, factor_ref, *refs):
     rotation: Any
-    others: Any
-    rotation, others = jax.tree.unflatten(structure, refs[: len(leaves)])
+    by_pairs: Any
+    rotation, by_pairs = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + 1 + sums], refs[len(leaves) + 1 + sums :]
     x_smem, dx_smem, out_smem, sums_smem, halves_smem, turning_smem, turning_gradients_smem, filled = scratch
     tile = TokenTile.of_block(time // ROWS, heads, group)
@@ -88,12 +88,12 @@ def gradients(
         plgpu.copy_gmem_to_smem(tile.part(ref, part), smem.at[part], filled)
 
     fetch(x_ref, x_smem)
-    if others is None:
+    if by_pairs is None:
       fetch(dx_ref, dx_smem)
     else:
-      lasting = others.lasts[b, head] > 0
-      pl.when(lasting)(functools.partial(fetch, dx_ref, dx_smem))
-      pl.when(~lasting)(functools.partial(fetch, others.dx, dx_smem))
+      stateful = by_pairs.has_state[b, head] > 0
+      pl.when(stateful)(functools.partial(fetch, dx_ref, dx_smem))
+      pl.when(~stateful)(functools.partial(fetch, by_pairs.dx, dx_smem))
     if rotation is not None:
       plgpu.copy_gmem_to_smem(rotation.turning, turning_smem, filled)
       plgpu.copy_gmem_to_smem(rotation.turning_gradients, turning_gradients_smem, filled)
@@ -145,7 +145,7 @@ def gradients(
   rotation = None
   if angles is not None:
     rotation = _Rotation(angles, speed, *(jnp.asarray(quarter_turn(), kind) for kind in (x.dtype, bf16)))
-  leaves, structure = jax.tree.flatten((rotation, instead))
+  leaves, structure = jax.tree.flatten((rotation, without_state))
   unused = plgpu.SMEM((1,), f32)
   found = plgpu.kernel(
     kernel,

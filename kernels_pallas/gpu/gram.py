@@ -42,12 +42,12 @@ def gram(
   count: int,
   *,
   time_last: bool,
-  lasts: Int[Array, "B H"] | None = None,
+  has_state: Int[Array, "B H"] | None = None,
   interpret: Any = None,
 ) -> Float[Array, "B H n d d"]:
   """Added in float32; `time_last` is how x stands. Several heads may share a sum.
 
-  Without k it is x, of heads of 64, time last and without a weight. Sums of heads that do not last (0, or 1) are 0.
+  Without k it is x, of heads of 64, time last and without a weight. Where `has_state` is 0 so is the sum.
   """
   assert k is not None or (time_last and weight is None and x.shape[2] == STATE_WIDTH)
   batch, all_heads, head_dim, time = x.shape if time_last else [x.shape[n] for n in (0, 2, 3, 1)]
@@ -59,15 +59,15 @@ def gram(
     refs = list(more)
     k_ref: Any
     weight_ref: Any
-    lasts_ref: Any
-    k_ref, weight_ref, lasts_ref = (None if array is None else refs.pop(0) for array in (k, weight, lasts))
+    has_state_ref: Any
+    k_ref, weight_ref, has_state_ref = (None if array is None else refs.pop(0) for array in (k, weight, has_state))
     z_ref, x_smem, k_smem, weight_smem, z_smem, filled, freed, *staging = refs
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     rest, c = (f(item, jnp.int32(count)) for f in (lax.div, lax.rem))
     row, number = (f(rest, jnp.int32(parts * parts)) for f in (lax.div, lax.rem))
     i, j = (f(number, jnp.int32(parts)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
-    visits = jnp.int32(group * blocks) if lasts is None else group * blocks * lasts_ref[b, head]
+    visits = jnp.int32(group * blocks) if has_state is None else group * blocks * has_state_ref[b, head]
 
     @pl.when(thread == 0)
     def compute():
@@ -145,6 +145,6 @@ def gram(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="gram",
-  )(x, *(array for array in (k, weight, lasts) if array is not None))
+  )(x, *(array for array in (k, weight, has_state) if array is not None))
   result: Array = varying_as(x, sums)
   return result

@@ -66,7 +66,7 @@ class _Options(NamedTuple):
   w_scale: Float[Array, "B Hq T"] | None = None
   rows: Float[Array, "B T Hq _"] | None = None  # to be added, in the type of the sum; of the whole head, or the piece
   scale: Float[Array, "B Hq T"] | None = None
-  lasts: Int[Array, "B H"] | None = None  # 0: there is no state
+  has_state: Int[Array, "B H"] | None = None
 
 
 def read(
@@ -76,7 +76,7 @@ def read(
   Z: BFloat16[Array, "B H n terms d d"],
   scale: Float[Array, "B Hq T"],
   *,
-  lasts: Int[Array, "B H"] | None = None,
+  has_state: Int[Array, "B H"] | None = None,
   by_rows: bool = False,
   dtype: DTypeLike = jnp.float32,
   interpret: Any = None,
@@ -84,14 +84,14 @@ def read(
   """The sums over all that the chunk's state holds; x is y, time last, which may have another type of 16 bits.
 
   `by_rows`: matrices of S are S[a]^T, as `symmetric_write` leaves them. Numerators are of `dtype`, those of keys wider
-  than 64 float32. In heads that do not last (0, or 1) nothing is read, and found is anything.
+  than 64 float32. In heads without a state (`has_state` 0) nothing is read, and found is anything.
   """
   pieces = _pieces(x, S)
   if pieces.first > 1:
-    return Found(_symmetric(x, y, S, None, scale, lasts, interpret), _normaliser(y.astype(x.dtype), Z, scale))
+    return Found(_symmetric(x, y, S, None, scale, has_state, interpret), _normaliser(y.astype(x.dtype), Z, scale))
   find = functools.partial(_read, x, y, S, transposed=False, interpret=interpret, dtype=dtype, by_rows=by_rows)
-  numerator, normaliser = find(_Options(Z=Z, scale=scale, lasts=lasts), Piece(0, 0, 0))
-  more = [find(_Options(scale=scale, lasts=lasts), Piece(0, 0, u))[0] for u in range(1, pieces.values)]
+  numerator, normaliser = find(_Options(Z=Z, scale=scale, has_state=has_state), Piece(0, 0, 0))
+  more = [find(_Options(scale=scale, has_state=has_state), Piece(0, 0, u))[0] for u in range(1, pieces.values)]
   return Found(_side_by_side([numerator, *more]), normaliser)
 
 
@@ -105,17 +105,17 @@ def read_transposed(
   *,
   w_scale: Float[Array, "B Hq T"] | None = None,
   scale: Float[Array, "B Hq T"] | None = None,
-  lasts: Int[Array, "B H"] | None = None,
+  has_state: Int[Array, "B H"] | None = None,
   interpret: Any = None,
 ) -> Float[Array, "B T Hq d"]:
-  """rows_i + scale_i (sum_a (x_ia y_i) S[a]^T + w_scale_i w_i Z); anything in heads that do not last."""
+  """rows_i + scale_i (sum_a (x_ia y_i) S[a]^T + w_scale_i w_i Z); anything in heads without a state."""
   pieces = _pieces(x, S)
 
   def of_columns(j: int) -> Float[Array, "B T Hq w"]:
     found = rows
     for i in range(pieces.first):
       for u in range(pieces.values):
-        given = _Options(rows=found, scale=scale, lasts=lasts)
+        given = _Options(rows=found, scale=scale, has_state=has_state)
         given = given._replace(Z=Z, w=w, w_scale=w_scale) if u == 0 else given
         (found,) = _read(x, y, S, given, Piece(i, j, u), transposed=True, interpret=interpret)
     return found
@@ -129,13 +129,13 @@ def read_values(
   S: BFloat16[Array, "B H m n w w w"],
   rows: Float[Array, "B T Hq dv"],
   *,
-  lasts: Int[Array, "B H"] | None = None,
+  has_state: Int[Array, "B H"] | None = None,
   interpret: Any = None,
 ) -> Float[Array, "B T Hq dv"]:
-  """rows_i + sum_a (x_ia y_i) S[a]; x is y, time last, and discounted. Rows_i alone in heads that do not last."""
+  """rows_i + sum_a (x_ia y_i) S[a]; x is y, time last, and discounted. Rows_i alone in heads without a state."""
   if _pieces(x, S).first > 1:  # sums of several launches are not rounded in between
-    return _symmetric(x, y, S, rows.astype(jnp.float32), None, lasts, interpret).astype(rows.dtype)
-  return _symmetric(x, y, S, rows, None, lasts, interpret)
+    return _symmetric(x, y, S, rows.astype(jnp.float32), None, has_state, interpret).astype(rows.dtype)
+  return _symmetric(x, y, S, rows, None, has_state, interpret)
 
 
 def _pieces(x: BFloat16[Array, "B Hq d T"], S: BFloat16[Array, "B H m n w w w"]) -> Pieces:
@@ -149,7 +149,7 @@ def _symmetric(
   S: BFloat16[Array, "B H m n w w w"],
   rows: Float[Array, "B T Hq dv"] | None,
   scale: Float[Array, "B Hq T"] | None,
-  lasts: Int[Array, "B H"] | None,
+  has_state: Int[Array, "B H"] | None,
   interpret: Any,
 ) -> Float[Array, "B T Hq dv"]:
   """The sums over a symmetric state: of pieces (i, j) and (j, i) one, twice as heavy."""
@@ -159,7 +159,7 @@ def _symmetric(
     found = rows
     for i in range(pieces.first):
       for j in range(i, pieces.second):
-        given = _Options(rows=found, scale=scale, lasts=lasts)
+        given = _Options(rows=found, scale=scale, has_state=has_state)
         (found,) = _read(x, y, S, given, Piece(i, j, u), transposed=False, interpret=interpret)
     assert found is not None
     return found
@@ -247,7 +247,7 @@ def _read(
     c, source = lax.div(tile, jnp.int32(in_chunk)), lax.div(head, jnp.int32(group))
     i, j, u, number = (0,) * 4 if place is None else (place_ref[n] for n in range(4))
     of_y, of_rows = (u, j) if transposed else (j, u)
-    lasting = jnp.bool_(True) if given.lasts is None else options.lasts[b, source] > 0
+    stateful = jnp.bool_(True) if given.has_state is None else options.has_state[b, source] > 0
 
     def tokens(part):
       return pl.ds(tile * BLOCK + part * ROWS, ROWS)
@@ -255,13 +255,13 @@ def _read(
     def rows_of(part):
       return options.rows.at[b, tokens(part), head, coordinates(0 if rows_of_piece else of_rows)]
 
-    if given.rows is not None and not transposed:
+    if given.has_state is not None and given.rows is not None and not transposed:
 
-      @pl.when((thread < _COMPUTING) & ~lasting)
+      @pl.when((thread < _COMPUTING) & ~stateful)
       def pass_on():
         outputs[0][b, tokens(thread), head] = plgpu.load(rows_of(thread), layout=WGMMA, optimized=False)
 
-    @pl.when((thread < _COMPUTING) & lasting)
+    @pl.when((thread < _COMPUTING) & stateful)
     def compute():
       plgpu.set_max_registers(REGISTERS[_COMPUTING], action="increase")
 
@@ -338,7 +338,7 @@ def _read(
         plgpu.copy_smem_to_gmem(normaliser_smem.at[thread], outputs[1].at[b, head, tokens(thread)])
       plgpu.wait_smem_to_gmem(0)
 
-    @pl.when((thread == _COMPUTING) & lasting)
+    @pl.when((thread == _COMPUTING) & stateful)
     def load():
       plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
 
@@ -392,6 +392,7 @@ def _read(
     outputs.append(jax.ShapeDtypeStruct((batch, all_heads, time), f32))
   results = len(outputs)
 
+  by_token = given.w, given.w_scale, given.rows, given.scale
   # Numbers of tokens in shared memory: those that scale, and the normalisers found.
   wanted = [given.w_scale is not None, given.scale is not None, finds_normaliser]
   places = [sum(wanted[: n + 1]) - 1 for n in range(3)]
@@ -403,7 +404,7 @@ def _read(
     shared((_SLOTS, in_visit * columns, width) if by_rows else (_SLOTS, in_visit, width, columns), S.dtype, columns),
     shared((_COMPUTING, ROWS, width), dtype),
     plgpu.SMEM((max(1, sum(wanted)), _COMPUTING, ROWS), f32),
-    plgpu.Barrier(num_arrivals=1 + _COMPUTING * (1 + sum(array is not None for array in given[1:-1]))),
+    plgpu.Barrier(num_arrivals=1 + _COMPUTING * (1 + sum(array is not None for array in by_token))),
     plgpu.Barrier(num_arrivals=fetches, num_barriers=_SLOTS),
     plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_SLOTS),
     *((shared((_COMPUTING, ROWS, columns), x.dtype),) if interpret is not None else ()),

@@ -61,14 +61,15 @@ def write(
   initial: Float[Array, "B H m w w w"] | None,
   *,
   others: BFloat16[Array, "B H m n w w w"] | None = None,
-  lasts: Int[Array, "B H"] | None = None,
+  has_state: Int[Array, "B H"] | None = None,
   reverse: bool = False,
   interpret: Any = None,
 ) -> States:
   """Scans over the chunks, from the last to the first if `reverse`; several heads may share a state.
 
   The discount until the chunk is left is in `x`. `others`, for a reverse scan, are the states that the forward one
-  found, to take inner products with. Heads that do not last (0, or 1) are left out: theirs is anything.
+  found, to take inner products with. Heads without a state (`has_state` 0) are left out: what
+  they find is anything.
   """
   assert others is None or reverse
   batch, all_heads, head_dim, time = x.shape
@@ -83,8 +84,8 @@ def write(
   def kernel(x_ref, v_ref, k_ref, decay_ref, *more):
     refs = list(more)
     others_ref: Any
-    lasts_ref: Any
-    initial_ref, others_ref, lasts_ref = (None if x is None else refs.pop(0) for x in (initial, others, lasts))
+    has_state_ref: Any
+    initial_ref, others_ref, has_state_ref = (None if x is None else refs.pop(0) for x in (initial, others, has_state))
     found_ref, final_ref = refs.pop(0), refs.pop(0)
     inner_ref: Any = None if others is None else refs.pop(0)
     x_smem, v_smem, k_smem, s_smem, others_smem, filled, freed, others_filled, others_freed, *staging = refs
@@ -93,7 +94,7 @@ def write(
     row, number = (f(rest, jnp.int32(pieces.total)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
     piece = pieces.at(number)
-    chunks = jnp.int32(count) if lasts is None else count * lasts_ref[b, head]
+    chunks = jnp.int32(count) if has_state is None else count * has_state_ref[b, head]
     first = jnp.minimum(share * owned, width - owned)  # the last block does again what fills it up
 
     def chunk_of(i):
@@ -227,7 +228,7 @@ def write(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="state_write",
-  )(x, v, k, decay, *(array for array in (initial, others, lasts) if array is not None))
+  )(x, v, k, decay, *(array for array in (initial, others, has_state) if array is not None))
   found, final, *inner = varying_as(x, results)
   return States(found, final, inner[0] if inner else None)
 

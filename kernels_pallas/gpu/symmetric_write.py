@@ -80,13 +80,13 @@ def write(
   decay: Float[Array, "B H n"],
   initial: Float[Array, "B H 1 w w w"] | None,
   *,
-  lasts: Int[Array, "B H"] | None = None,
+  has_state: Int[Array, "B H"] | None = None,
   interpret: Any = None,
 ) -> States:
   """Of heads of 64, from keys times the root of the discount until the chunk is left.
 
   The matrices `found` are S[a]^T; what is below the quarters on the diagonal is not written, and 0 in `final`. Heads
-  that do not last (0, or 1) are left out: theirs is anything.
+  without a state (`has_state` 0) are left out: what they find is anything.
   """
   batch, heads, width, time = x.shape
   count = decay.shape[2]
@@ -98,13 +98,13 @@ def write(
 
   def kernel(x_ref, v_ref, decay_ref, *more):
     refs = list(more)
-    lasts_ref: Any
-    initial_ref, lasts_ref = (None if array is None else refs.pop(0) for array in (initial, lasts))
+    has_state_ref: Any
+    initial_ref, has_state_ref = (None if array is None else refs.pop(0) for array in (initial, has_state))
     found_ref, final_ref, a_smem, b_smem, v_smem, s_smem, filled, freed, *staging = refs
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, share = (f(item, jnp.int32(sum(slices))) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
-    chunks = jnp.int32(count) if lasts is None else count * lasts_ref[b, head]
+    chunks = jnp.int32(count) if has_state is None else count * has_state_ref[b, head]
 
     def compute(kind, start):
       """A warpgroup's products of a kind whose blocks of the grid begin at `start`."""
@@ -194,6 +194,8 @@ def write(
       pl.when(of_this_kind & (thread == computing))(functools.partial(load, kind, start))
 
   products = sum(kind.products for kind in _KINDS)
+  given = [] if initial is None else [_products(initial)]
+  given += [] if has_state is None else [has_state]
   results = plgpu.kernel(
     kernel,
     out_type=(
@@ -216,7 +218,7 @@ def write(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="symmetric_write",
-  )(x, v, decay, *(array for array in (None if initial is None else _products(initial), lasts) if array is not None))
+  )(x, v, decay, *given)
   found, final = varying_as(x, results)
   return States(found, _matrices(final), None)
 
