@@ -1,4 +1,4 @@
-"""Eight simulated devices and exact float32 products for every test, and quick compilation for most."""
+"""Eight simulated devices and exact float32 products for every test."""
 
 import os
 
@@ -13,15 +13,6 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 # The same examples every time, and no time limit for one of them: the first of each shape compiles.
 hypothesis.settings.register_profile("csympow", derandomize=True, deadline=None, database=None, print_blob=False)
 hypothesis.settings.load_profile("csympow")
-
-
-def pytest_configure(config):
-  """Most of the default run is compilation, and nothing in it is timed: little of the compiler's effort for all of it.
-
-  Slow tests are left alone, for some of them compute for long, and so are those on a GPU.
-  """
-  if "not slow" in config.option.markexpr:
-    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
 
 @pytest.fixture
