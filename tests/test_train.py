@@ -25,6 +25,9 @@ from csympow.train.step import Program
 from tests.comparing import quick_jit
 from tests.test_config import ROOT, TINY
 
+# Each program here runs a few times at most: compiling it is all it costs.
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 NO_STOP = jnp.zeros(1, jnp.int32)
 
 
