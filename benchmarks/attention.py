@@ -34,9 +34,9 @@ def inputs(batch: int, length: int, heads: int, dim: int, offsets: list[float], 
   """
   keys = jax.random.split(jax.random.key(0), 6)
   q, k, v, dy = (jax.random.normal(key, (batch, length, heads, dim), jnp.bfloat16) for key in keys[:4])
-  logits = jnp.linspace(offsets[0], offsets[-1], heads) + spread * jax.random.normal(keys[4], (batch, length, heads))
+  logit = jnp.linspace(offsets[0], offsets[-1], heads) + spread * jax.random.normal(keys[4], (batch, length, heads))
   beta = 1 + jnp.tanh(jax.random.normal(keys[5], (batch, length, heads)))
-  return q, k, v, jax.nn.log_sigmoid(logits), beta, dy
+  return q, k, v, jax.nn.log_sigmoid(logit), beta, dy
 
 
 def power_attention(power: int, form: str, rotated: bool, implementation: str | None, chunk_size: int | None = None):
@@ -120,6 +120,14 @@ class Programs:
     concurrent.futures.wait(self.programs.values())
 
 
+def logits(text: str) -> list[float]:
+  """One, or two: the first head's and the last's."""
+  numbers = [float(x) for x in text.split(",")]
+  if len(numbers) > 2:
+    raise argparse.ArgumentTypeError(f"one logit or two, the first head's and the last's; got {text}")
+  return numbers
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--lengths", default="1024,4096,16384,65536")
@@ -130,22 +138,21 @@ def main() -> None:
   parser.add_argument("--form", default="attention")
   parser.add_argument("--implementation", default="pallas", choices=["pallas", "xla", "none"])
   parser.add_argument("--rotated", action="store_true")
-  parser.add_argument("--offset", default="6.9", help="the mean logit of the gates, or the first head's and the last's")
+  parser.add_argument(
+    "--offset", type=logits, default=[6.9], help="the mean logit of the gates, or the first head's and the last's"
+  )
   parser.add_argument("--spread", type=float, default=1.0, help="the deviation of the logits")
   parser.add_argument("--groups", type=int, default=5)
   parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the table")
   args = parser.parse_args()
   implementation = None if args.implementation == "none" else args.implementation
   lengths, powers, dims = ([int(x) for x in text.split(",")] for text in (args.lengths, args.powers, args.dims))
-  offsets = [float(x) for x in args.offset.split(",")]
-  if len(offsets) > 2:
-    parser.error(f"--offset takes one logit or two, the first head's and the last's; got {args.offset}")
   device = jax.devices()[0]
   if device.platform != "gpu":
     parser.error(f"needs an NVIDIA GPU, for cuDNN is what it compares with; this is a {device.platform}")
 
   def made(length: int, dim: int):
-    return inputs(max(1, args.tokens // length), length, args.heads, dim, offsets, args.spread)
+    return inputs(max(1, args.tokens // length), length, args.heads, dim, args.offset, args.spread)
 
   peak = ceiling(args.groups)
   print(f"{device.device_kind}, jax {jax.__version__}; a large product: {peak / 1e12:.0f} TFLOP/s")

@@ -18,7 +18,8 @@ from kernels_pallas.gpu.expand import Table, _parts, _products_of_others
 from kernels_pallas.gpu.tiles import BLOCK, ROWS, TILE
 from tests import comparing
 from tests.comparing import Case, assert_close, assert_results_close, cotangents, inputs
-from tests.test_kernels import ATTENTION, TOLERANCE, assert_lowers, attend, gradients, reference
+from tests.test_kernels import TOLERANCE, attend, reference
+from tests.test_lowering import ATTENTION, assert_lowers, gradients
 from tests.test_numerics import nearly_orthogonal
 
 gpu = pytest.mark.gpu

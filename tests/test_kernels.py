@@ -1,4 +1,4 @@
-"""The Pallas kernels: right on the chip, right and without races in the interpreter, and lowered for every shape."""
+"""The Pallas kernels: right on the chip, and right and without races in the interpreter."""
 
 import dataclasses
 import functools
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import csympow
-from csympow import context, cost
 from csympow.forms import near
 from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
@@ -20,7 +19,6 @@ from kernels_pallas.gpu.pieces import Piece, Pieces
 from kernels_pallas.gpu.tiles import BLOCK, TILE
 from tests import comparing
 from tests.comparing import Case, assert_results_close, cotangents, inputs
-from tests.test_context import mesh_of, place, sharded
 
 gpu = pytest.mark.gpu
 # The kernels take values and cotangents as bfloat16.
@@ -263,10 +261,6 @@ def test_heads_without_keys_and_keys_that_are_no_numbers_do_not_set_the_scale():
   np.testing.assert_array_equal(near.exponents(near.Tokens(k[:, :, :, None], k, k, G.hi, None)).top, [[1, 0, 1]])
 
 
-ATTENTION = ("totals", "copies", "attention_forward", "attention_backward", "gradients")
-STATES = ("state_write", "state_read", "gram", "scan")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.usefixtures("no_races")
@@ -287,24 +281,6 @@ def test_weights_too_small_for_float32_make_empty_rows_without_a_gradient_unless
     comparing.assert_close(results["kernels"][name], results["xla"][name], 1e-3, name)
 
 
-def assert_lowers(function, x, *kernels):
-  """The function lowers for CUDA, to a program with these kernels."""
-  text = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-  for kernel in kernels:
-    assert f"{kernel}_mosaic_gpu" in text, f"{kernel} is not in the program"
-  return text
-
-
-def gradients(case, chunk=None):
-  """The gradient of a call, and the shapes of what it is a function of."""
-  heads = (case.B, case.T, case.H)
-  shapes = {"q": (case.B, case.T, case.H * case.groups, case.d), "k": (*heads, case.d), "v": (*heads, case.dv)}
-  x = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-  x |= {name: jax.ShapeDtypeStruct(heads, jnp.float32) for name in ("log_gate", "beta")}
-  run, rest = attend(case, chunk=chunk), {"rates": comparing.rotary(case.d)}
-  return jax.grad(lambda x: run(x, rest)["y"].astype(jnp.float32).sum()), x
-
-
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (64, 128), (128, 64), (128, 128)])
 def test_a_state_in_pieces_is_the_state(d, dv):
   S, pieces = np.arange(2 * d * dv * d).reshape(1, 2, d, dv, d), Pieces.of(d, dv)
@@ -314,30 +290,6 @@ def test_a_state_in_pieces_is_the_state(d, dv):
     i, j, u = (slice(64 * n, 64 * n + 64) for n in piece)
     np.testing.assert_array_equal(cut[:, :, pieces.number(piece)], S[:, :, i, u, j])
     assert pieces.at(jnp.int32(pieces.number(piece))) == piece
-
-
-@pytest.mark.slow
-def test_shards_of_a_split_sequence_take_the_kernels(monkeypatch):
-  monkeypatch.setattr(cost, "platform", lambda: "gpu")
-  case, mesh = Case(T=1024, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention"), mesh_of(context=2)
-  (x, rest), attention = inputs(case), functools.partial(context.attention, form="chunked", implementation="pallas")
-
-  def run(x):
-    return sharded(attention, x, placed[1], mesh)(x, placed[1])["y"].astype(jnp.float32).sum()
-
-  placed = place(x, mesh), place(rest, mesh)
-  assert_lowers(jax.grad(run), placed[0], *ATTENTION, *STATES)
-
-
-@pytest.mark.slow
-def test_a_pass_without_gradients_writes_symmetric_states_once():
-  case = Case(T=2048, B=1, H=8, groups=2, d=64, dv=64, dtype="bfloat16", entry="attention")
-  run, (_, x) = attend(case, chunk=1024), gradients(case)
-  rest = {"rates": comparing.rotary(case.d)}
-  kernels = ("symmetric_write", "state_read", "gram", "scan", "attention_forward")
-  with jax.enable_x64(True):  # integers and constants of 64 bits make no difference
-    text = assert_lowers(lambda x: run(x, rest)["y"], x, *kernels)
-  assert "state_write_mosaic_gpu" not in text
 
 
 @pytest.mark.slow
@@ -392,69 +344,3 @@ def test_symmetric_states_do_not_depend_on_how_products_are_shared_out(monkeypat
     state = 0.5 * state + np.einsum("at,tv,bt->avb", keys, values, keys)
   comparing.assert_close(states.final[0, 0, 0][written], state[written], 5e-3, "final")
   assert not np.any(states.final[0, 0, 0][~written])
-
-
-@pytest.mark.slow  # one is lowered with 64 bits
-@pytest.mark.parametrize(
-  ("d", "dv", "power"),
-  [(64, 64, 2), (128, 128, 4), (32, 64, 2), (64, 64, 4), (32, 32, 6), (64, 128, 4)],
-)
-def test_kernels_lower_for_every_shape(d, dv, power):
-  case = Case(T=65_536, B=1, H=2, groups=2, d=d, dv=dv, power=power, dtype="bfloat16", entry="attention")
-  assert_lowers(*gradients(case), *ATTENTION)
-
-
-@pytest.mark.slow
-def test_wide_heads_lower_with_a_state():  # whose outputs are float32, and so take most shared memory
-  case = Case(T=512, B=1, H=1, d=128, dv=128, dtype="bfloat16", entry="prefill")
-  x, rest = inputs(case)
-  assert_lowers(lambda x: attend(case)(x, rest), x, "attention_forward")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("d", "dv"), [(64, 64), (32, 64), (128, 128), (64, 128), (128, 32)])
-def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
-  case = Case(T=2**20, B=1, H=2, groups=2, d=d, dv=dv, dtype="bfloat16", entry="attention")
-  assert_lowers(*gradients(case, chunk=1024), *ATTENTION, *STATES)
-
-
-SEARCH = ("sizes", "bounds", "reach")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("long")
-@pytest.mark.parametrize(("chunk", "dv"), [(None, 64), (BLOCK, 64), (BLOCK, 128)])
-@pytest.mark.parametrize("entry", ["attention", "continued"])
-def test_kernels_lower_inside_shard_map(chunk, entry, dv):
-  case = Case(T=512, B=2, H=1, d=64, dv=dv, dtype="bfloat16", entry=entry)
-  mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-  x, rest = inputs(case)
-  sharded = jax.shard_map(
-    lambda x: attend(case, chunk=chunk)(x, rest)["y"], mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")
-  )
-  kernels = ATTENTION if (chunk, entry) != (None, "continued") else ATTENTION[:-1]  # with a state that is XLA's
-  kernels += () if chunk is None else STATES
-  all_have_states = (chunk, entry) == (BLOCK, "continued")
-  kernels += () if all_have_states else SEARCH
-  text = assert_lowers(jax.grad(lambda x: sharded(x).astype(jnp.float32).sum()), x, *kernels)
-  assert ("reach_mosaic_gpu" in text) != all_have_states
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("long")
-@pytest.mark.parametrize("chunk", [None, BLOCK])
-def test_kernels_lower_under_vmap(chunk):
-  case = Case(T=512, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
-  x, rest = inputs(case)
-  gradient = jax.grad(lambda x: attend(case, chunk=chunk)(x, rest)["y"].astype(jnp.float32).sum())
-  stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), x)
-  assert_lowers(jax.vmap(gradient), stacked, *ATTENTION, *SEARCH, *(() if chunk is None else STATES))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("long")
-@pytest.mark.parametrize("chunk", [None, BLOCK])
-def test_kernels_lower_where_integers_and_constants_have_64_bits(chunk):
-  case = Case(T=512, B=1, H=1, groups=2, d=64, dv=64, dtype="bfloat16", entry="attention")
-  with jax.enable_x64(True):
-    assert_lowers(*gradients(case, chunk), *ATTENTION, *SEARCH, *(() if chunk is None else STATES))

@@ -153,10 +153,10 @@ def halves(x):
 def found_visible(q, k, v, end, power, monkeypatch, chunk=None, beyond_chunks=False):
   """`visible` of a sequence that counts as long: the first and last tiles, and which heads last, if that is asked."""
   monkeypatch.setattr(visible, "LONG", TILE)
-  totals = [Total(*(jnp.asarray(half)[..., None] for half in halves(x))) for x in (before_of(end), end)]
+  totals = [Total(*map(jnp.asarray, halves(x))) for x in (before_of(end), end)]
   settings = Settings(power, chunk or q.shape[1], TILE, TILE, "high", interpret=QUICKLY)
   decay = jnp.asarray(np.exp(end - before_of(end)), jnp.float32)
-  found = visible.visible(*totals, q, k, v, decay, settings, beyond_chunks)
+  found = visible.visible(visible.Tiles(*totals, decay, q, k, v), settings, beyond_chunks)
   return [np.asarray(x) for x in found if x is not None]
 
 
@@ -231,10 +231,11 @@ def test_a_block_of_the_grid_reads_as_much_as_any_of_its_tiles_and_is_read_by_as
 def test_no_tile_of_keys_is_seen_less_far_than_one_before_it(chunk):
   # Growing ones are not allowed, but must not make the backward kernel's blocks wait for ever.
   gates = np.random.default_rng(0).choice([-90.0, -1.0, 0.0, 90.0], size=(3, 12 * TILE, 2), p=[0.02, 0.47, 0.5, 0.01])
-  _, before, end = near.spans(prefix_sum(jnp.asarray(gates, jnp.float32)), TILE)
+  _, *totals = near.spans(prefix_sum(jnp.asarray(gates, jnp.float32)), TILE)
+  before, end = (Total(*(half[..., 0] for half in total)) for total in totals)
   unused = [jnp.zeros((3, 12 * TILE, 2, 64), dtype) for dtype in (jnp.float16, jnp.float16, jnp.bfloat16)]
   settings = Settings(2, chunk, TILE, TILE, "high")
-  first, last, _ = visible.visible(before, end, *unused, jnp.zeros((3, 2, 12)), settings)
+  first, last, _ = visible.visible(visible.Tiles(before, end, jnp.zeros((3, 2, 12)), *unused), settings)
   tile = np.arange(12)
   assert np.all(np.diff(last, axis=2) >= 0)
   assert np.all((tile <= last) & (last < (tile * TILE // chunk + 1) * chunk // TILE))

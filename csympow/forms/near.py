@@ -15,7 +15,7 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from csympow.forms.rotating import Rotation, angles, padded, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head
-from csympow.forms.visible import visible
+from csympow.forms.visible import Tiles, visible
 from csympow.prefix import Total, TotalsKernel, prefix_sum
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients
 from kernels_pallas.gpu.copies import Copy, copies
@@ -149,7 +149,8 @@ def operands_and_copies(
   plain, folded, *k_copies = copies(x.k, of_k, scale=scale, angles=turned, interpret=settings.interpret)
   decay = jnp.exp(end - before)[..., 0]
   v = x.v.astype(jnp.bfloat16)
-  seen = visible(before, end, q, folded, v, decay, settings, beyond_chunks)
+  starts, ends = (Total(*(half[..., 0] for half in total)) for total in (before, end))
+  seen = visible(Tiles(starts, ends, decay, q, folded, v), settings, beyond_chunks)
   found = Operands(
     q=q,
     keys=attention_forward.Keys(

@@ -38,31 +38,29 @@ class Visible(NamedTuple):
   has_state: Int[Array, "B H"] | None = None  # 1, or 0 if its queries read all that it remembers; None: all have one
 
 
-def visible(
-  before: Total,
-  end: Total,
-  q: Float16[Array, "B T Hq d"],
-  folded: Float16[Array, "B T H d"],
-  v: BFloat16[Array, "B T H dv"],
-  decay: Float[Array, "B H n"],
-  settings: Settings,
-  beyond_chunks: bool = False,
-) -> Visible:
-  """What is read inside chunks or, of heads that are better off without a state, `beyond_chunks`.
+class Tiles(NamedTuple):
+  """A sequence as it is searched; totals are those of the log gates just before each tile and at its end."""
 
-  `before` and `end` are the running totals of log gates, B H n 1, just before each tile and at its end.
-  """
-  before, end = (for_each(lambda x: x[..., 0], total) for total in (before, end))
-  tiles, in_chunk = decay.shape[2], settings.chunk // TILE
-  worth = tiles_of_a_state(q.shape[3], v.shape[3])
+  before: Total  # B H n
+  end: Total
+  decay: Float[Array, "B H n"]
+  q: Float16[Array, "B T Hq d"]
+  folded: Float16[Array, "B T H d"]
+  v: BFloat16[Array, "B T H dv"]
+
+
+def visible(x: Tiles, settings: Settings, beyond_chunks: bool = False) -> Visible:
+  """What is read inside chunks or, of heads that are better off without a state, `beyond_chunks`."""
+  tiles, in_chunk = x.decay.shape[2], settings.chunk // TILE
+  worth = tiles_of_a_state(x.q.shape[3], x.v.shape[3])
   if settings.gated and settings.chunk == tiles * TILE >= LONG:
-    first = _earliest(before, end, q, folded, v, decay, _fades(before, end, tiles - 1), settings)
+    first = _earliest(x, _fades(x, tiles - 1), settings)
     return Visible(first, _latest(first, tiles))
-  inside = _earliest_of_chunk(before, end, in_chunk)
+  inside = _earliest_of_chunk(x, in_chunk)
   if not (settings.gated and beyond_chunks and tiles * TILE >= LONG and tiles > worth):
     return Visible(inside, _latest(inside, in_chunk))
-  fades = _fades(before, end, worth)
-  beyond = _earliest(before, end, q, folded, v, decay, fades, settings)
+  fades = _fades(x, worth)
+  beyond = _earliest(x, fades, settings)
   read = jnp.arange(tiles, dtype=jnp.int32) - beyond
   has_state = ~fades | (jnp.mean(read.astype(jnp.float32), axis=-1) > worth)
   first = jnp.where(has_state[..., None], inside, beyond)
@@ -77,31 +75,22 @@ def tiles_of_a_state(head_dim: int, value_dim: int) -> int:
   return head_dim**2 * value_dim // (TILE * (head_dim + value_dim))
 
 
-def _fades(before: Total, end: Total, tiles: int) -> Bool[Array, "B H"]:
+def _fades(x: Tiles, tiles: int) -> Bool[Array, "B H"]:
   """Whether gates leave LEFT_OUT or less of what is so many tiles away, mostly."""
-  kept = for_each(lambda x: x[..., tiles:], before) - for_each(lambda x: x[..., :-tiles], end)
+  kept = for_each(lambda total: total[..., tiles:], x.before) - for_each(lambda total: total[..., :-tiles], x.end)
   return jnp.mean((kept < math.log(LEFT_OUT)).astype(jnp.float32), axis=-1) > 0.5
 
 
-def _earliest(
-  before: Total,
-  end: Total,
-  q: Float16[Array, "B T Hq d"],
-  folded: Float16[Array, "B T H d"],
-  v: BFloat16[Array, "B T H dv"],
-  decay: Float[Array, "B H n"],
-  fades: Bool[Array, "B H"],
-  settings: Settings,
-) -> Int[Array, "B H n"]:
+def _earliest(x: Tiles, fades: Bool[Array, "B H"], settings: Settings) -> Int[Array, "B H n"]:
   """The earliest tile of all that each reads, of heads that fade; of others the first."""
-  batch, heads, tiles = decay.shape
+  batch, heads, tiles = x.decay.shape
   padding, flags = ((0, 0),) * 3 + ((0, -tiles % ROWS),), fades.astype(jnp.int32)
-  totals = Totals(*(jnp.pad(jnp.stack(total), padding, mode="edge") for total in (before, end)))
-  found = bounds(q, folded, v, decay, flags, power=settings.power, interpret=settings.interpret)
+  totals = Totals(*(jnp.pad(jnp.stack(total), padding, mode="edge") for total in (x.before, x.end)))
+  found = bounds(x.q, x.folded, x.v, x.decay, flags, power=settings.power, interpret=settings.interpret)
   far = reach(found, totals, flags, tiles, left_out=LEFT_OUT, interpret=settings.interpret)
   # The two tiles of a block of the grid alike.
   pairs = far.reshape(batch, heads, -1, 2)
-  return jnp.minimum(pairs, pairs[..., ::-1]).reshape(decay.shape)
+  return jnp.minimum(pairs, pairs[..., ::-1]).reshape(x.decay.shape)
 
 
 def _latest(first: Int[Array, "B H n"], in_chunk: int) -> Int[Array, "B H n"]:
@@ -114,12 +103,13 @@ def _latest(first: Int[Array, "B H n"], in_chunk: int) -> Int[Array, "B H n"]:
   return jnp.max(jnp.where(reads, place[:, None], 0), axis=-1).reshape(first.shape)
 
 
-def _earliest_of_chunk(before: Total, end: Total, in_chunk: int) -> Int[Array, "B H n"]:
+def _earliest_of_chunk(x: Tiles, in_chunk: int) -> Int[Array, "B H n"]:
   """The earliest of its chunk's tiles that each can see at all."""
   place = jnp.arange(in_chunk, dtype=jnp.int32)
-  starts, ends = (for_each(lambda x: x.reshape(*x.shape[:2], -1, in_chunk), total) for total in (before, end))
+  by_chunk = (*x.decay.shape[:2], -1, in_chunk)
+  starts, ends = (for_each(lambda total: total.reshape(by_chunk), totals) for totals in (x.before, x.end))
   # Between the end of one tile and the start of a later one: B H chunk, query tile, key tile.
-  between = for_each(lambda x: x[..., None], starts) - for_each(lambda x: x[..., None, :], ends)
+  between = for_each(lambda start: start[..., None], starts) - for_each(lambda end: end[..., None, :], ends)
   unseen = jnp.sum((between * LOG2E <= INVISIBLE) & (place < place[:, None]), axis=-1, dtype=jnp.int32)
   start = in_chunk * jnp.arange(unseen.shape[2], dtype=jnp.int32)[:, None]
-  return (start + unseen).reshape(before.hi.shape)
+  return (start + unseen).reshape(x.decay.shape)

@@ -39,6 +39,7 @@ from kernels_pallas.gpu.tiles import (
   place_in_grid,
   rounded,
   shared,
+  unless_stateless,
   varying_as,
   wait_if,
 )
@@ -112,9 +113,7 @@ def forward(
     # of queries among them if there is a second; then plain ones of the queries' own tiles.
     plain = (own - first + pairs - 1) * IN_TILE
     stop = plain + pairs * IN_TILE
-    states = jnp.int32(1)  # of the head: one, or none
-    if carried is not None and carried.has_state is not None:
-      states = carried_refs.has_state[b, kv]
+    states = unless_stateless(1, None if carried is None else carried_refs.has_state, b, kv)
 
     def slot_of(j):
       return lax.rem(j, jnp.int32(slots))

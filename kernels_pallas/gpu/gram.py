@@ -26,6 +26,7 @@ from kernels_pallas.gpu.tiles import (
   across,
   rounded,
   shared,
+  unless_stateless,
   varying_as,
   wait_for_all,
   wait_if,
@@ -67,7 +68,7 @@ def gram(
     row, number = (f(rest, jnp.int32(parts * parts)) for f in (lax.div, lax.rem))
     i, j = (f(number, jnp.int32(parts)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
-    visits = jnp.int32(group * blocks) if has_state is None else group * blocks * has_state_ref[b, head]
+    visits = unless_stateless(group * blocks, has_state_ref, b, head)
 
     @pl.when(thread == 0)
     def compute():

@@ -42,6 +42,7 @@ from kernels_pallas.gpu.tiles import (
   down,
   multiply,
   shared,
+  unless_stateless,
   varying_as,
   wait_if,
 )
@@ -247,7 +248,7 @@ def _read(
     c, source = lax.div(tile, jnp.int32(in_chunk)), lax.div(head, jnp.int32(group))
     i, j, u, number = (0,) * 4 if place is None else (place_ref[n] for n in range(4))
     of_y, of_rows = (u, j) if transposed else (j, u)
-    stateful = jnp.bool_(True) if given.has_state is None else options.has_state[b, source] > 0
+    stateful = unless_stateless(1, options.has_state, b, source) > 0
 
     def tokens(part):
       return pl.ds(tile * BLOCK + part * ROWS, ROWS)

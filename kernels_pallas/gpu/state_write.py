@@ -31,6 +31,7 @@ from kernels_pallas.gpu.tiles import (
   fastest,
   multiply,
   shared,
+  unless_stateless,
   varying_as,
   wait_for_all,
   wait_if,
@@ -68,8 +69,7 @@ def write(
   """Scans over the chunks, from the last to the first if `reverse`; several heads may share a state.
 
   The discount until the chunk is left is in `x`. `others`, for a reverse scan, are the states that the forward one
-  found, to take inner products with. Heads without a state (`has_state` 0) are left out: what
-  they find is anything.
+  found, to take inner products with. Heads without a state (`has_state` 0) are left out: what they find is anything.
   """
   assert others is None or reverse
   batch, all_heads, head_dim, time = x.shape
@@ -94,7 +94,7 @@ def write(
     row, number = (f(rest, jnp.int32(pieces.total)) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
     piece = pieces.at(number)
-    chunks = jnp.int32(count) if has_state is None else count * has_state_ref[b, head]
+    chunks = unless_stateless(count, has_state_ref, b, head)
     first = jnp.minimum(share * owned, width - owned)  # the last block does again what fills it up
 
     def chunk_of(i):

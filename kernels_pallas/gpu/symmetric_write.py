@@ -42,6 +42,7 @@ from kernels_pallas.gpu.tiles import (
   fastest,
   multiply,
   shared,
+  unless_stateless,
   varying_as,
   wait_for_all,
   wait_if,
@@ -104,7 +105,7 @@ def write(
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, share = (f(item, jnp.int32(sum(slices))) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
-    chunks = jnp.int32(count) if has_state is None else count * has_state_ref[b, head]
+    chunks = unless_stateless(count, has_state_ref, b, head)
 
     def compute(kind, start):
       """A warpgroup's products of a kind whose blocks of the grid begin at `start`."""

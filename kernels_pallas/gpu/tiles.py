@@ -190,6 +190,11 @@ def wait_for_all(freed: Any, visits: int | Int[Array, ""]) -> None:
   lax.fori_loop(jnp.maximum(0, visits - slots), jnp.int32(visits), wait, None)
 
 
+def unless_stateless(many: int, has_state: Any, b: Int[Array, ""], head: Int[Array, ""]) -> Int[Array, ""]:
+  """So many, or none in a head that has no state: `has_state` is 1 or 0 for each. Without it all have one."""
+  return jnp.int32(many) if has_state is None else many * has_state[b, head]
+
+
 def wait_if(condition: Bool[Array, ""], barrier: Any) -> None:
   """Waits for a barrier that a ring's first round does not have."""
 
