@@ -9,7 +9,7 @@ import csympow
 from csympow import rotation
 from csympow.forms import near, rotating
 from csympow.forms.spans import Settings
-from kernels_pallas.gpu import attention_forward
+from kernels_pallas.gpu import attention_backward, attention_forward
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.gradients import WithoutState, gradients
 from kernels_pallas.gpu.tiles import ROWS
@@ -82,15 +82,27 @@ def test_copies_without_a_rotation_are_exact():
   np.testing.assert_array_equal(narrow, x.astype(jnp.float16).astype(jnp.bfloat16))
 
 
+def test_only_heads_that_are_wanted_are_copied():
+  x, _, _ = make(8, start=False)
+  only = jnp.asarray([[0, 1]], jnp.int32)
+  found, exponent = copies(x, [Copy(jnp.float16)], room=0, only=only, interpret=INTERPRETED)
+  everything, exponents = copies(x, [Copy(jnp.float16)], room=0, interpret=INTERPRETED)
+  np.testing.assert_array_equal(found[:, :, 1], everything[:, :, 1])
+  np.testing.assert_array_equal(exponent[:, 1], exponents[:, 1])
+  assert not np.array_equal(found[:, :, 0], everything[:, :, 0])  # but anything
+
+
 @pytest.mark.parametrize("rotated", [False, True])
 def test_gradients_go_back_through_the_rotation_and_are_summed(rotated):
   x, angles, radians = make(3, start=True)
   random = np.random.default_rng(4)
   x, dx = x.astype(jnp.float16), jnp.asarray(random.normal(size=x.shape), jnp.float32)
   factor, speed = jnp.full((1, H * G, T), 3.0), jnp.asarray(random.uniform(size=D // 2).repeat(2), jnp.float32)
-  how = {"angles": angles, "speed": speed} if rotated else {}
+  how = {"angles": angles, "speed": speed} if rotated else {"unit": jnp.full((1, H), 2.0)}
   found = gradients(x, dx, factor, jnp.float32, **how, interpret=INTERPRETED)
-  comparing.assert_close(found.given, 3 * turn(dx, -radians if rotated else 0 * radians), 1e-4, "given")
+  comparing.assert_close(
+    found.given, (3 if rotated else 6) * turn(dx, -radians if rotated else 0 * radians), 1e-4, "given"
+  )
   exact, dx = np.asarray(x.astype(jnp.bfloat16), np.float64), np.asarray(dx, np.float64)
   comparing.assert_close(found.pulled, np.moveaxis(np.sum(exact * dx, axis=-1), 1, 2), 1e-5, "pulled")
   if rotated:
@@ -114,11 +126,12 @@ def test_heads_without_a_state_go_back_with_another_gradient():
 def test_a_key_of_nothing_has_no_gradient_at_a_high_power():
   k = jnp.ones((1, ROWS, 1, 32), jnp.bfloat16).at[:, 3].set(0.0)
   exponents = near.exponents(near.Tokens(k[:, :, :, None], k, k, None, None))
-  keys = attention_forward.Keys(None, k.astype(jnp.float16), None, None, None, None)
+  keys = attention_forward.Keys(None, k.astype(jnp.float16), *[None] * 5)
   x = near.Operands(k.astype(jnp.float16), keys, None, k, *exponents)
   settings = Settings(10, ROWS, ROWS, ROWS, "high", interpret=INTERPRETED)
   dx = jnp.ones(k.shape).at[:, 3].set(0.0)
-  _, dk, pulls = near.finished(x, dx, dx, None, (jnp.bfloat16, jnp.bfloat16), settings)
+  found = attention_backward.Gradients(dx, dx, None)
+  _, dk, pulls = near.finished(x, found, None, (jnp.bfloat16, jnp.bfloat16), settings)
   np.testing.assert_array_equal(dk[0, :, 0, 0], 10 / 2 * (np.arange(ROWS) != 3))  # a key of 1 was divided by 2
   assert np.all(np.isfinite(pulls.G[1]))
 

@@ -115,6 +115,17 @@ def test_kernels_are_right_on_the_chip(case):
 
 
 @gpu
+@pytest.mark.parametrize("rotation", ["none", "learned"])
+@pytest.mark.parametrize(("d", "power"), [(32, 4), (64, 2), (128, 2)])
+def test_kernels_with_discounted_copies_of_keys_are_right_on_the_chip(d, power, rotation, monkeypatch):
+  monkeypatch.setattr(near, "SHORT", 0)
+  sizes = {"T": 900, "H": 2, "groups": 2, "d": d, "dv": d}
+  test_kernels_are_right_on_the_chip(
+    Case(**sizes, power=power, gate="weak", rotation=rotation, dtype="bfloat16", entry="attention")
+  )
+
+
+@gpu
 @pytest.mark.parametrize("chunk", [256, 1024])
 @pytest.mark.parametrize("case", [*CHUNKED, *CHUNKED_WITH_STATE, *WIDE, *STATE_AND_SEGMENTS, *NARROW], ids=str)
 def test_chunked_kernels_are_right_on_the_chip(case, chunk):
@@ -166,7 +177,23 @@ def attend(case, interpret=None, chunk=None):
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 INTERPRETED = [
   # Two tiles far, one of them for half of the queries only, and gates that leave something of them.
-  Case(T=400, B=1, H=1, d=32, dv=32, gate="weak", dtype="bfloat16", entry="attention"),
+  Case(T=400, B=1, H=1, d=32, dv=32, gate="weak", rotation="none", dtype="bfloat16", entry="attention"),
+  slow(Case(T=400, B=1, H=1, d=32, dv=32, gate="weak", dtype="bfloat16", entry="attention")),
+  slow(
+    Case(
+      T=600,
+      B=2,
+      H=1,
+      groups=2,
+      d=64,
+      dv=32,
+      gate="resets",
+      rotation="none",
+      power=4,
+      dtype="bfloat16",
+      entry="attention",
+    )
+  ),
   slow(Case(T=100, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")),
   slow(
     Case(T=300, B=1, H=1, d=64, dv=64, groups=2, gate="resets", segments="padded", dtype="bfloat16", entry="attention")
@@ -259,6 +286,31 @@ def test_heads_without_keys_and_keys_that_are_no_numbers_do_not_set_the_scale():
   k = jnp.ones((1, TILE, 3, 32)).at[:, :, 1].set(0.0).at[:, 7, 2].set(jnp.nan)
   G = prefix_sum(jnp.zeros((1, TILE, 3)))
   np.testing.assert_array_equal(near.exponents(near.Tokens(k[:, :, :, None], k, k, G.hi, None)).top, [[1, 0, 1]])
+
+
+def test_queries_and_keys_as_they_were_given_weigh_the_same_whatever_their_size():
+  case = Case(
+    T=BLOCK, B=1, H=1, d=32, dv=32, gate="weak", rotation="none", power=4, dtype="bfloat16", entry="attention"
+  )
+  x, _ = inputs(case)
+  sizes = np.array([[0, 0], [60, -110], [-80, 105]])
+
+  def of_sizes(a, which):
+    return a * jnp.asarray(2.0 ** sizes[:, which], a.dtype).reshape(-1, *(1,) * (a.ndim - 1))
+
+  q, k = (of_sizes(x[name], which) for which, name in enumerate("qk"))
+  v, log_gate = (jnp.repeat(x[name], len(sizes), axis=0) for name in ("v", "log_gate"))
+  interpret = plgpu.InterpretGPUParams()
+  settings = Settings(case.power, BLOCK, TILE, TILE, "high", interpret=interpret)
+  tokens = near.Tokens(q[:, :, :, None], k, v, log_gate, None)
+  given = near.operands(tokens, near.running(log_gate, settings), settings, with_state=False, save=True)
+  y, scaled = near.forward(given, power=case.power, dtype=jnp.bfloat16, save_low=True, interpret=interpret)
+  for found in (y.high, y.low, y.normaliser):
+    np.testing.assert_array_equal(found, jnp.repeat(found[:1], len(sizes), axis=0))
+  by_query = np.broadcast_to(sizes[:, :1, None, None], scaled.q_exponent.shape)
+  np.testing.assert_array_equal(scaled.q_exponent - scaled.q_exponent[:1], by_query)
+  np.testing.assert_array_equal(scaled.top - scaled.top[:1], sizes[:, 1:])
+  np.testing.assert_array_equal(of_sizes(scaled.q, 1), jnp.repeat(scaled.q[:1], len(sizes), axis=0))
 
 
 @pytest.mark.slow

@@ -156,7 +156,8 @@ def found_visible(q, k, v, end, power, monkeypatch, chunk=None, beyond_chunks=Fa
   totals = [Total(*map(jnp.asarray, halves(x))) for x in (before_of(end), end)]
   settings = Settings(power, chunk or q.shape[1], TILE, TILE, "high", interpret=QUICKLY)
   decay = jnp.asarray(np.exp(end - before_of(end)), jnp.float32)
-  found = visible.visible(visible.Tiles(*totals, decay, q, k, v), settings, beyond_chunks)
+  tiles = visible.Tiles(*totals, decay, lambda fades: (q, k), v, head_dim=q.shape[-1])
+  found = visible.visible(tiles, settings, beyond_chunks)
   return [np.asarray(x) for x in found if x is not None]
 
 
@@ -233,9 +234,10 @@ def test_no_tile_of_keys_is_seen_less_far_than_one_before_it(chunk):
   gates = np.random.default_rng(0).choice([-90.0, -1.0, 0.0, 90.0], size=(3, 12 * TILE, 2), p=[0.02, 0.47, 0.5, 0.01])
   _, *totals = near.spans(prefix_sum(jnp.asarray(gates, jnp.float32)), TILE)
   before, end = (Total(*(half[..., 0] for half in total)) for total in totals)
-  unused = [jnp.zeros((3, 12 * TILE, 2, 64), dtype) for dtype in (jnp.float16, jnp.float16, jnp.bfloat16)]
+  v = jnp.zeros((3, 12 * TILE, 2, 64), jnp.bfloat16)
   settings = Settings(2, chunk, TILE, TILE, "high")
-  first, last, _ = visible.visible(visible.Tiles(before, end, jnp.zeros((3, 2, 12)), *unused), settings)
+  tiles = visible.Tiles(before, end, jnp.zeros((3, 2, 12)), lambda fades: pytest.fail("not searched"), v, 64)
+  first, last, _ = visible.visible(tiles, settings)
   tile = np.arange(12)
   assert np.all(np.diff(last, axis=2) >= 0)
   assert np.all((tile <= last) & (last < (tile * TILE // chunk + 1) * chunk // TILE))
@@ -354,7 +356,7 @@ def test_nothing_is_added_to_heads_without_a_state():
   settings = Settings(2, 256, TILE, TILE, "high", interpret=QUICKLY)
   q, k, v, log_gate = (x[name] for name in ("q", "k", "v", "log_gate"))
   tokens = near.Tokens(q.reshape(2, 256, 1, 2, 32), k, v, log_gate, None)
-  operands = near.operands(tokens, near.running(log_gate, settings), settings)
+  operands = near.operands(tokens, near.running(log_gate, settings), settings, with_state=True, save=False)
   has_state = jnp.array([[0], [1]], jnp.int32)
   by_query_head = jnp.repeat(has_state, 2, axis=1)[..., None] > 0
   weight = jnp.where(by_query_head, jnp.full((2, 2, 256), 2.0), jnp.nan)

@@ -72,21 +72,18 @@ def _forward(
   q, k, v, log_gate, rotation = tokens
   kernels, value_dim = _KERNELS[settings.chip], v.shape[-1]
   G = kernels.running(log_gate, settings)
-  x = kernels.operands(_as_wide_as_kernels(tokens, settings), G, settings)
   stateful, denominator = memory is not None or return_memory, None
-  high, low, normaliser = kernels.forward(
-    x,
+  found, x = kernels.forward(
+    kernels.operands(_as_wide_as_kernels(tokens, settings), G, settings, with_state=stateful, save=save),
     power=settings.power,
     dtype=jnp.float32 if stateful else dtype,
     save_low=save and not stateful,
     interpret=settings.interpret,
   )
-  high = high[..., :value_dim]
+  high, normaliser = found.high[..., :value_dim], found.normaliser
   shape = (*q.shape[:-1], value_dim)
   if not stateful:
-    return (high.reshape(shape), None), _Saved(
-      None, x, rotation, None, None, attention_forward.Outputs(high, low, normaliser)
-    )
+    return (high.reshape(shape), None), _Saved(None, x, rotation, None, None, found._replace(high=high))
 
   states = _STATES[settings.states]
   q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
@@ -124,7 +121,7 @@ def _backward(
   inside = kernels.backward(x, near.cotangents(saved.y, dy), power, settings.interpret)
   rotation, dv = saved.rotation, inside.v
   if saved.sequence is None:
-    dq, dk, pulls = kernels.finished(x, inside.q, inside.k, rotation, (dtype, dtype), settings)
+    dq, dk, pulls = kernels.finished(x, inside, rotation, (dtype, dtype), settings)
     dlog_gate = prefix_sum(jnp.add(*pulls.G), reverse=True, kernel=near.totals_kernel(settings)).hi
     drotation = _by_turns(rotation, jnp.add(*pulls.turns), pulls.total)
     return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), None

@@ -198,7 +198,8 @@ def _backward(
   assert dS.inner is not None
   ends = _at_ends(saved, dS.inner, dZ.found, dfinal, Full(dS.final, dZ.final))
   dtypes = (dtype if saved.initial is None else jnp.float32, dtype)
-  dq, dk, pulls = near.finished(x, dq, dk, saved.rotation, dtypes, settings, inside)
+  of_kernels = inside._replace(q=dq, k=dk)
+  dq, dk, pulls = near.finished(x, of_kernels, saved.rotation, dtypes, settings, inside)
   dlog_gate, drotation = anchors.cotangents(
     pulls, ends, saved.rotation, near.totals_kernel(settings), has_state=x.has_state
   )

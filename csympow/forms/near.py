@@ -2,6 +2,8 @@
 
 Queries are scaled by a power of two so that their largest coordinate is between 1/2 and 1, which the normalisation
 cancels, and so are keys, whose weights are scaled by the p-th power of that, relative to the longest key of the head.
+Of short sequences in bfloat16 that are not rotated nothing is copied: the kernel scales queries, by the longest key of
+the head, too, and reads keys as they are.
 """
 
 import functools
@@ -14,8 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from csympow.forms.rotating import Rotation, angles, padded, torque, turning, unrotated
-from csympow.forms.spans import Settings, by_head
-from csympow.forms.visible import Tiles, visible
+from csympow.forms.spans import Settings, by_head, for_each
+from csympow.forms.visible import Tiles, Visible, visible
 from csympow.prefix import Total, TotalsKernel, prefix_sum
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients
 from kernels_pallas.gpu.copies import Copy, copies
@@ -25,6 +27,7 @@ from kernels_pallas.weights import LEAST, LOG2E, MOST, SMALLEST
 
 FLOAT16, BFLOAT16 = (5, 10), (8, 7)  # bits of exponent and mantissa
 _LARGEST = 128  # the exponent of the largest number
+SHORT = 4_096  # tokens up to which a copy of discounted keys takes longer to make than it saves
 
 
 class Tokens(NamedTuple):
@@ -60,11 +63,11 @@ class Spans(NamedTuple):
 class Operands(NamedTuple):
   """What the kernels are given, and how it was scaled."""
 
-  q: Float16[Array, "B T Hq d"]
+  q: Float[Array, "B T Hq d"]
   keys: attention_forward.Keys
   ends: attention_backward.Ends
   v: BFloat16[Array, "B T H dv"]
-  q_exponent: Int[Array, "B T H g"]  # queries were divided by 2 to this
+  q_exponent: Int[Array, "B T H g"]  # queries were divided by 2 to this, or will be by the kernel
   exponent: Int[Array, "B T H"]  # keys were divided by 2 to this
   top: Int[Array, "B H"]  # the largest of them: weights are divided by 2 to p times this
   has_state: Int[Array, "B H"] | None = None  # 1 or 0: see visible.Visible
@@ -107,9 +110,65 @@ class Exponents(NamedTuple):
   top: Int[Array, "B H"]
 
 
-def operands(x: Tokens, G: Total, settings: Settings) -> Operands:
-  """Operands of attention in chunks of whole BLOCKs."""
-  return operands_and_copies(x, G, exponents(x), (), (), settings)[0]
+class _Gates(NamedTuple):
+  """Gates of tiles, as logarithms to base 2 or as discounts, and their totals."""
+
+  since_start: Float[Array, "B H T"]
+  until_end: Float[Array, "B H T"]
+  decay: Float[Array, "B H n"]
+  before: Total  # B H n
+  end: Total
+
+
+def _gates(G: Total) -> _Gates:
+  batch, time, heads = G.hi.shape
+  G, before, end = spans(G, TILE)
+  since_start, until_end = ((x * LOG2E).reshape(batch, heads, time) for x in (G - before, end - G))
+  starts, ends = (for_each(lambda half: half[..., 0], total) for total in (before, end))
+  return _Gates(since_start, until_end, jnp.exp(end - before)[..., 0], starts, ends)
+
+
+def operands(x: Tokens, G: Total, settings: Settings, *, with_state: bool, save: bool) -> Operands:
+  """Operands of attention over whole BLOCKs, beside a state or alone, and for gradients or without."""
+  short, wide = x.k.shape[1] <= SHORT, x.k.shape[-1] > 64
+  fit = not with_state and x.rotation is None and all(a.dtype == jnp.bfloat16 for a in x[:3])
+  if fit and (short or (wide and save)):
+    return _as_given(x, G, settings)
+  return operands_and_copies(x, G, exponents(x), (), (), settings, folding=wide or not short)[0]
+
+
+def _as_given(x: Tokens, G: Total, settings: Settings) -> Operands:
+  """Of bfloat16 queries and keys that are not copied; the forward pass finds the queries' exponents."""
+  batch, time, heads, head_dim = x.k.shape
+  # Of queries times 2 to less than that bfloat16 would lose small coordinates; float32 has room for the rest.
+  top, gates = jnp.minimum(_longest(_exponent(x.k), 0), 110), _gates(G)
+  fold, unit = jnp.exp2(gates.until_end / settings.power), jnp.exp2(-top.astype(jnp.float32))
+  q = x.q.reshape(batch, time, -1, head_dim)
+
+  def vectors(fades: Int[Array, "B H"]) -> tuple[Float16[Array, "B T Hq d"], Float16[Array, "B T H d"]]:
+    of_queries = jnp.repeat(fades, q.shape[2] // heads, axis=1)
+    scaled, _ = copies(q, [Copy(jnp.float16)], room=0, only=of_queries, interpret=settings.interpret)
+    of_k = [Copy(jnp.float16, fold * unit[..., None])]
+    (folded,) = copies(x.k, of_k, only=fades, interpret=settings.interpret)
+    return scaled, folded
+
+  seen = visible(Tiles(gates.before, gates.end, gates.decay, vectors, x.v, head_dim), settings)
+  keys = _keys(None, x.k, fold, gates, jnp.zeros_like(gates.since_start), seen)
+  unknown = jnp.zeros(x.q.shape[:-1], jnp.int32)
+  exponent = jnp.zeros(x.k.shape[:-1], jnp.int32)
+  return Operands(q, keys._replace(unit=unit), _ends(gates, seen), x.v, unknown, exponent, top)
+
+
+def _keys(
+  folded: Array | None, plain: Array, fold: Array, gates: _Gates, log_scale: Array, seen: Visible
+) -> attention_forward.Keys:
+  return attention_forward.Keys(
+    folded, plain, fold, gates.since_start, gates.since_start - log_scale, gates.decay, seen.first
+  )
+
+
+def _ends(gates: _Gates, seen: Visible) -> attention_backward.Ends:
+  return attention_backward.Ends(total=jnp.stack(gates.end), last=seen.last)
 
 
 def operands_and_copies(
@@ -120,24 +179,22 @@ def operands_and_copies(
   of_k: Sequence[Copy],
   settings: Settings,
   beyond_chunks: bool = False,
+  folding: bool = True,
 ) -> tuple[Operands, list[Array], list[Array]]:
-  """The same, and further copies of scaled and rotated queries and keys.
+  """Operands of attention in chunks, and further copies of scaled and rotated queries and keys.
 
-  Heads that forget soon may have their queries read `beyond_chunks`, and no state.
+  Heads that forget soon may have their queries read `beyond_chunks`, and no state. Without `folding` the kernels
+  multiply scores by discounts.
   """
   power = settings.power
-  batch, time, heads, head_dim = x.k.shape
+  batch, time, _, head_dim = x.k.shape
   log_scale = power * by_head(exponents.k - exponents.top[:, None]).astype(jnp.float32)
-
-  def all_tokens(x: Float[Array, "B H n t"]) -> Float[Array, "B H T"]:
-    return x.reshape(batch, heads, time)
-
-  G, before, end = spans(G, TILE)
-  since_start, until_end = (all_tokens(x * LOG2E) for x in (G - before, end - G))
-  fold = jnp.exp2((until_end + log_scale) / power)
+  gates = _gates(G)
+  fold = jnp.exp2((gates.until_end + log_scale) / power)
 
   turned = angles(x.rotation)
-  of_q, of_k = [Copy(jnp.float16), *of_q], [Copy(jnp.float16), Copy(jnp.float16, fold), *of_k]
+  of_folded = [Copy(jnp.float16, fold)]
+  of_q, of_k = [Copy(jnp.float16), *of_q], [Copy(jnp.float16), *(of_folded if folding else ()), *of_k]
   q, q_exponent = x.q.reshape(batch, time, -1, head_dim), exponents.q
   if q.dtype == jnp.float32:
     q = (x.q * power_of_two(-q_exponent)).astype(jnp.float16).reshape(q.shape)
@@ -146,26 +203,21 @@ def operands_and_copies(
     q, *q_copies, found_exponent = copies(q, of_q, room=_room(x.rotation), angles=turned, interpret=settings.interpret)
     q_exponent = jnp.moveaxis(found_exponent, 1, 2).reshape(q_exponent.shape)
   scale = by_head(jnp.exp2(-exponents.k.astype(jnp.float32)))
-  plain, folded, *k_copies = copies(x.k, of_k, scale=scale, angles=turned, interpret=settings.interpret)
-  decay = jnp.exp(end - before)[..., 0]
+  plain, *k_copies = copies(x.k, of_k, scale=scale, angles=turned, interpret=settings.interpret)
+  folded = k_copies.pop(0) if folding else None
+
+  def vectors(fades: Int[Array, "B H"]) -> tuple[Float16[Array, "B T Hq d"], Float16[Array, "B T H d"]]:
+    if folded is not None:
+      return q, folded
+    (found,) = copies(plain, of_folded, only=fades, interpret=settings.interpret)
+    return q, found
+
   v = x.v.astype(jnp.bfloat16)
-  starts, ends = (Total(*(half[..., 0] for half in total)) for total in (before, end))
-  seen = visible(Tiles(starts, ends, decay, q, folded, v), settings, beyond_chunks)
+  seen = visible(Tiles(gates.before, gates.end, gates.decay, vectors, v, head_dim), settings, beyond_chunks)
   found = Operands(
     q=q,
-    keys=attention_forward.Keys(
-      folded=folded,
-      plain=plain,
-      gate=since_start,
-      pull=since_start - log_scale,
-      decay=decay,
-      first=seen.first,
-    ),
-    ends=attention_backward.Ends(
-      fold=fold,
-      total=jnp.stack([x[..., 0] for x in end]),
-      last=seen.last,
-    ),
+    keys=_keys(folded, plain, fold, gates, log_scale, seen),
+    ends=_ends(gates, seen),
     v=v,
     q_exponent=q_exponent,
     exponent=exponents.k,
@@ -177,13 +229,16 @@ def operands_and_copies(
 
 def exponents(x: Tokens) -> Exponents:
   """Such that the largest coordinate of each is between 1/2 and 1."""
-  q_exponent, exponent = _exponent(x.q), _exponent(x.k)
-  # Of no key there is no length, nor of one that is no number.
-  top = jnp.max(jnp.where(exponent > _LARGEST, LEAST, exponent), axis=1)
-  room = _room(x.rotation)
-  q_exponent, top = (jnp.where(x == LEAST, 0, x + room) for x in (q_exponent, top))
+  q_exponent, exponent, room = _exponent(x.q), _exponent(x.k), _room(x.rotation)
+  q_exponent = jnp.where(q_exponent == LEAST, 0, q_exponent + room)
   # No more, or 2 to less than that would be no normal number; 16 bits have room for the rest.
-  return Exponents(*(jnp.minimum(x, MOST) for x in (q_exponent, exponent + room, top)))
+  return Exponents(jnp.minimum(q_exponent, MOST), jnp.minimum(exponent + room, MOST), _longest(exponent, room))
+
+
+def _longest(exponent: Int[Array, "B T H"], room: int) -> Int[Array, "B H"]:
+  """The largest of keys' exponents: of no key there is no length, nor of one that is no number."""
+  top = jnp.max(jnp.where(exponent > _LARGEST, LEAST, exponent), axis=1)
+  return jnp.minimum(jnp.where(top == LEAST, 0, top + room), MOST)
 
 
 def _room(rotation: Rotation | None) -> int:
@@ -191,10 +246,15 @@ def _room(rotation: Rotation | None) -> int:
   return 0 if rotation is None else 1
 
 
-def forward(x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interpret: Any) -> attention_forward.Outputs:
-  """What each query gathers."""
+def forward(
+  x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interpret: Any
+) -> tuple[attention_forward.Outputs, Operands]:
+  """What each query gathers, and the operands of the backward pass."""
   how: dict[str, Any] = {"power": power, "dtype": dtype, "save_low": save_low, "interpret": interpret}
-  return attention_forward.forward(x.q, x.keys, x.v, **how)
+  y = attention_forward.forward(x.q, x.keys, x.v, **how)
+  if y.exponent is not None:
+    x = x._replace(q_exponent=jnp.moveaxis(y.exponent, 1, 2).reshape(x.q_exponent.shape))
+  return y._replace(scaled=None, exponent=None), x if y.scaled is None else x._replace(q=y.scaled)
 
 
 class Cotangents(NamedTuple):
@@ -235,9 +295,11 @@ def backward(
   """By pairs inside chunks; p times those of `q` and `k` are cotangents of scaled and rotated queries and keys."""
   group = x.q_exponent.shape[-1]
   gate = jnp.repeat(x.keys.gate, group, axis=1)
+  if rounded_q is None and x.q.dtype != jnp.bfloat16:
+    rounded_q = rounded(x.q, BFLOAT16).astype(jnp.bfloat16)
   rows = attention_backward.Rows(
     q=x.q,
-    rounded=rounded(x.q, BFLOAT16).astype(jnp.bfloat16) if rounded_q is None else rounded_q,
+    rounded=rounded_q,
     dy=filled_up(given.dy, x.v.shape[-1]),
     exponent=gate + jnp.log2(given.inverse),
     discounted=given.inverse * jnp.exp2(gate),
@@ -277,6 +339,8 @@ def unscaled(
 ) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
   """From the gradients by kernels those of rotated queries and keys."""
   dq = dq.reshape(*x.q_exponent.shape, -1)
+  if x.keys.unit is not None:
+    dq = dq * x.keys.unit[:, None, :, None, None]
   return power * dq * power_of_two(-x.q_exponent), power * dk * power_of_two(-x.exponent)
 
 
@@ -288,8 +352,7 @@ def before_rotation(dtokens: Tokens, rotation: Rotation | None, dtypes: tuple[DT
 
 def finished(
   x: Operands,
-  dq: Float[Array, "B T Hq d"],
-  dk: Float[Array, "B T H d"],
+  dx: attention_backward.Gradients,
   rotation: Rotation | None,
   dtypes: tuple[DTypeLike, DTypeLike],
   settings: Settings,
@@ -306,25 +369,34 @@ def finished(
 
   without_state: list[gradients.WithoutState | None] = [None, None]
   if by_pairs is not None and x.has_state is not None:
-    flags = [jnp.repeat(x.has_state, dx.shape[2] // heads, axis=1) for dx in by_pairs[:2]]
+    flags = [jnp.repeat(x.has_state, a.shape[2] // heads, axis=1) for a in by_pairs[:2]]
     without_state = list(map(gradients.WithoutState, by_pairs[:2], flags))
 
   def back(
-    x: Array, dx: Array, exponent: Array, dtype: DTypeLike, without_state: gradients.WithoutState | None
+    x: Array,
+    dx: Array,
+    exponent: Array,
+    dtype: DTypeLike,
+    without_state: gradients.WithoutState | None,
+    unit: Float[Array, "B H"] | None = None,
   ) -> gradients.Gradients:
     exponent = jnp.where(exponent <= LEAST + 1, 0, exponent).reshape(batch, time, -1)  # of 0, whose gradient is 0
     factor = power * jnp.exp2(-exponent.astype(jnp.float32))
-    how = {"angles": turned_by, "speed": speed, "without_state": without_state, "interpret": settings.interpret}
-    return gradients.gradients(x, dx, by_head(factor), dtype, **how)
+    how: dict[str, Any] = {"angles": turned_by, "speed": speed, "without_state": without_state, "unit": unit}
+    return gradients.gradients(x, dx, by_head(factor), dtype, **how, interpret=settings.interpret)
 
   def of_token(x: Float[Array, "B Hq T"]) -> Float[Array, "B T H"]:
     return jnp.sum(jnp.moveaxis(x, 1, 2).reshape(batch, time, heads, -1), axis=-1)
 
-  found_q = back(x.q, dq, x.q_exponent, dtypes[0], without_state[0])
-  found_k = back(x.keys.plain, dk, x.exponent, dtypes[1], without_state[1])
+  dq, dk = dx.q, dx.k
+  found_q = back(x.q, dq, x.q_exponent, dtypes[0], without_state[0], x.keys.unit)
+  if dx.pulled is None:
+    found_k = back(x.keys.plain, dk, x.exponent, dtypes[1], without_state[1])
+  else:  # the kernel has finished it, and nothing was rotated
+    found_k, dk = gradients.Gradients(dk, dx.pulled, None), jnp.zeros_like(dk)
   dq, dk = (
-    dx if other is None else jnp.where(other.has_state[:, None, :, None] > 0, dx, other.dx)
-    for dx, other in zip((dq, dk), without_state, strict=True)
+    a if other is None else jnp.where(other.has_state[:, None, :, None] > 0, a, other.dx)
+    for a, other in zip((dq, dk), without_state, strict=True)
   )
   total = None
   if found_q.turned is not None and found_k.turned is not None:

@@ -58,23 +58,23 @@ def chunks(x: near.Tokens, G: Total, size: int) -> tuple[Chunks, Int[Array, "B T
   )
 
 
-def operands(x: near.Tokens, G: Total, settings: Settings) -> Operands:
+def operands(x: near.Tokens, G: Total, settings: Settings, *, with_state: bool, save: bool) -> Operands:
   """Operands of attention over whole blocks."""
-  del settings
+  del settings, with_state, save
   block = pairs.block_size(x.k.shape[1])
   given, q_exponent, top = chunks(x, G, block)
   ends = jnp.stack([total[:, block - 1 :: block] for total in G], axis=1)
   return Operands(given, jnp.moveaxis(ends, 3, 1), q_exponent, top)
 
 
-def forward(x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interpret: Any) -> Outputs:
-  """What each query gathers."""
+def forward(x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interpret: Any) -> tuple[Outputs, Operands]:
+  """What each query gathers, and the operands of the backward pass."""
   by_kernel = on_chip(lambda x, **how: attention_forward.forward(x, power=power, **how), interpret, x.chunks)
   batch, _, _, _, time = by_kernel.y.shape
   y = time_first(by_kernel.y).reshape(batch, time, -1, by_kernel.y.shape[3])
   high, bits = y.astype(dtype), near.FLOAT16 if dtype == jnp.float16 else near.BFLOAT16
   low = (y - near.rounded(y, bits)).astype(jnp.bfloat16) if save_low else None
-  return Outputs(high, low, by_kernel.normaliser.reshape(batch, -1, time))
+  return Outputs(high, low, by_kernel.normaliser.reshape(batch, -1, time)), x
 
 
 def backward(x: Operands, given: near.Cotangents, power: int, interpret: Any) -> Gradients:
@@ -115,15 +115,14 @@ def unscaled(
 
 def finished(
   x: Operands,
-  dq: Float[Array, "B T Hq d"],
-  dk: Float[Array, "B T H d"],
+  dx: Gradients,
   rotation: rotating.Rotation | None,
   dtypes: tuple[DTypeLike, DTypeLike],
   settings: Settings,
 ) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"], near.Pulls]:
   """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each."""
-  pulled = pulls(x, dq, dk, rotation, settings.power)
-  dq, dk = rotating.unrotated(*unscaled(x, dq, dk, settings.power), rotation)
+  pulled = pulls(x, dx.q, dx.k, rotation, settings.power)
+  dq, dk = rotating.unrotated(*unscaled(x, dx.q, dx.k, settings.power), rotation)
   return dq.astype(dtypes[0]), dk.astype(dtypes[1]), pulled
 
 

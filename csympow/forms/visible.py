@@ -11,6 +11,7 @@ chunk.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -39,24 +40,27 @@ class Visible(NamedTuple):
 
 
 class Tiles(NamedTuple):
-  """A sequence as it is searched; totals are those of the log gates just before each tile and at its end."""
+  """A sequence as it is searched; totals are those of the log gates just before each tile and at its end.
+
+  `vectors` are queries and discounted keys, of heads that are 1.
+  """
 
   before: Total  # B H n
   end: Total
   decay: Float[Array, "B H n"]
-  q: Float16[Array, "B T Hq d"]
-  folded: Float16[Array, "B T H d"]
+  vectors: Callable[[Int[Array, "B H"]], tuple[Float16[Array, "B T Hq d"], Float16[Array, "B T H d"]]]
   v: BFloat16[Array, "B T H dv"]
+  head_dim: int
 
 
 def visible(x: Tiles, settings: Settings, beyond_chunks: bool = False) -> Visible:
   """What is read inside chunks or, of heads that are better off without a state, `beyond_chunks`."""
   tiles, in_chunk = x.decay.shape[2], settings.chunk // TILE
-  worth = tiles_of_a_state(x.q.shape[3], x.v.shape[3])
   if settings.gated and settings.chunk == tiles * TILE >= LONG:
     first = _earliest(x, _fades(x, tiles - 1), settings)
     return Visible(first, _latest(first, tiles))
   inside = _earliest_of_chunk(x, in_chunk)
+  worth = tiles_of_a_state(x.head_dim, x.v.shape[3])
   if not (settings.gated and beyond_chunks and tiles * TILE >= LONG and tiles > worth):
     return Visible(inside, _latest(inside, in_chunk))
   fades = _fades(x, worth)
@@ -86,7 +90,7 @@ def _earliest(x: Tiles, fades: Bool[Array, "B H"], settings: Settings) -> Int[Ar
   batch, heads, tiles = x.decay.shape
   padding, flags = ((0, 0),) * 3 + ((0, -tiles % ROWS),), fades.astype(jnp.int32)
   totals = Totals(*(jnp.pad(jnp.stack(total), padding, mode="edge") for total in (x.before, x.end)))
-  found = bounds(x.q, x.folded, x.v, x.decay, flags, power=settings.power, interpret=settings.interpret)
+  found = bounds(*x.vectors(flags), x.v, x.decay, flags, power=settings.power, interpret=settings.interpret)
   far = reach(found, totals, flags, tiles, left_out=LEFT_OUT, interpret=settings.interpret)
   # The two tiles of a block of the grid alike.
   pairs = far.reshape(batch, heads, -1, 2)

@@ -26,7 +26,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, BFloat16, Float, Float16, Int
+from jaxtyping import Array, BFloat16, Float, Int
 
 from kernels_pallas.gpu.attention_forward import Keys
 from kernels_pallas.gpu.tiles import (
@@ -41,7 +41,7 @@ from kernels_pallas.gpu.tiles import (
   varying_as,
   wait_if,
 )
-from kernels_pallas.weights import LOG2E, slope
+from kernels_pallas.weights import LOG2E, raised, slope
 
 _UNITS = TILE // ROWS  # queries are loaded by units of 64
 
@@ -49,8 +49,8 @@ _UNITS = TILE // ROWS  # queries are loaded by units of 64
 class Rows(NamedTuple):
   """What the queries bring to the backward pass."""
 
-  q: Float16[Array, "B T Hq d"]
-  rounded: BFloat16[Array, "B T Hq d"]  # the same queries, as the products with dS take them
+  q: Float[Array, "B T Hq d"]
+  rounded: BFloat16[Array, "B T Hq d"] | None  # the same, as the products with dS take them; None: they are bfloat16
   dy: BFloat16[Array, "B T Hq dv"]
   exponent: Float[Array, "B Hq T"]  # of the next, to base 2
   discounted: Float[Array, "B Hq T"]  # 1 / normaliser, times the discount since the tile began
@@ -60,17 +60,20 @@ class Rows(NamedTuple):
 class Ends(NamedTuple):
   """Tiles as the backward pass sees them."""
 
-  fold: Float[Array, "B H T"]  # what keys were multiplied by to be folded
   total: Float[Array, "2 B H tiles"]  # of the log gates at each tile's end, high and low
   last: Int[Array, "B H tiles"]  # the latest tile whose queries read a tile's keys
 
 
 class Gradients(NamedTuple):
-  """Cotangents, but for the factor p of dq and dk."""
+  """Cotangents, but for the factor p of dq and dk.
+
+  If keys came as they were given, dk is finished: p times as much, in their dtype, with the sums of k . dk beside it.
+  """
 
   q: Float[Array, "B T Hq d"]
   k: Float[Array, "B T H d"]  # of the plain keys
   v: BFloat16[Array, "B T H dv"]
+  pulled: Float[Array, "B H T"] | None = None
 
 
 def backward(
@@ -92,7 +95,10 @@ def backward(
   if len(parts) == 1:
     return parts[0]
   counts = of_keys, of_keys, of_values  # where there are fewer of one, the last comes again
-  return Gradients(*(jnp.concatenate(a[:n], axis=-1) for a, n in zip(zip(*parts, strict=True), counts, strict=True)))
+  of_parts = zip(*(part[:3] for part in parts), strict=True)
+  dq, dk, dv = (jnp.concatenate(a[:n], axis=-1) for a, n in zip(of_parts, counts, strict=True))
+  pulled = [part.pulled for part in parts[:of_keys] if part.pulled is not None]
+  return Gradients(dq, dk, dv, functools.reduce(jnp.add, pulled) if pulled else None)
 
 
 def _backward(
@@ -107,22 +113,22 @@ def _backward(
   k_wide, v_wide = min(head_dim, 64), min(value_dim, 64)
   wide = head_dim + value_dim > 128
   slots = 2 if wide else 4  # of queries, by units
-  folded = 0 if wide else 1  # the place of folded keys: that of plain ones, or the next
+  given = keys.plain.dtype == half  # keys, and queries but for a scale
+  folding = keys.folded is not None
+  folded = 0 if wide or not folding else 1  # the place of folded keys: that of plain ones, or the next
   ours = [pl.ds(min(part * 64, all_of - some), some) for all_of, some in ((head_dim, k_wide), (value_dim, v_wide))]
 
-  def kernel(
-    q_ref, rounded_ref, dy_ref, exponent_ref, discounted_ref, delta_ref,
-    folded_ref, k_ref, pull_ref, fold_ref, total_ref, last_ref, v_ref,
-    *more,
-  ):  # fmt: skip
-    dq_ref, dk_ref, dv_ref, *scratch = more
-    k_smem, rounded_k_smem, v_smem, *scratch = scratch
-    q_smem, rounded_q_smem, dy_smem, scale_smem, delta_smem, (ds_smem, dq_smem), *barriers = scratch
+  def kernel(*refs):
+    rows_ref, keys_ref, ends_ref, v_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
+    found = len(leaves) + len(outputs)
+    dq_ref, dk_ref, dv_ref, *pulled_ref = refs[len(leaves) : found]
+    k_smem, rounded_k_smem, v_smem, *others = refs[found:]
+    q_smem, rounded_q_smem, dy_smem, scale_smem, delta_smem, (ds_smem, dq_smem), *barriers = others
     k_filled, k_freed, folded_filled, q_filled, q_freed, ds_filled, dq_filled, dq_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, n = place_in_grid(item, batch * heads, tiles)
     b, kv = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
-    far_end = last_ref[b, kv, n] + 1
+    far_end = ends_ref.last[b, kv, n] + 1
     far = far_end - n - 1  # tiles of queries of each head, after the keys' own
     turns: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, query_heads, tiles))) if ordered else None
 
@@ -147,6 +153,12 @@ def _backward(
       plgpu.set_max_registers(216, action="increase")
       token = n * TILE + thread * ROWS
 
+      def rounded_q(slot):
+        return q_smem.at[slot, :, ours[0]] if given else rounded_q_smem.at[slot]
+
+      def rounded_k(w):
+        return k_smem.at[0, w, :, ours[0]] if given else rounded_k_smem.at[w]
+
       def multiply(sums, left, right):
         if staging:  # the interpreter's wgmma takes no operand from registers
           staging[0][thread] = left
@@ -162,7 +174,7 @@ def _backward(
       def product(dq, buffer):
         """Of the dS of both warpgroups' keys with this one's queries."""
         for w in range(2):
-          plgpu.wgmma(dq, ds_smem.at[buffer, thread, w].transpose((1, 0)), rounded_k_smem.at[w])
+          plgpu.wgmma(dq, ds_smem.at[buffer, thread, w].transpose((1, 0)), rounded_k(w))
 
       def hand_over(dq, buffer):
         """To the warpgroup that adds it to memory. Only when `dq_freed` was seen for the visit before."""
@@ -205,7 +217,7 @@ def _backward(
             ds_smem[buffer, unit, thread] = ds
             plgpu.commit_smem()
             multiply(dv, weights, dy_smem.at[slot, :, ours[1]])
-            multiply(dk, ds, rounded_q_smem.at[slot])
+            multiply(dk, ds, rounded_q(slot))
           plgpu.barrier_arrive(ds_filled)
           plgpu.wgmma_wait(0)  # ptxas gives the registers of left operands to the next visit's
           free(number * _UNITS + 1)
@@ -214,24 +226,28 @@ def _backward(
         return visit_tile
 
       here = pl.ds(token, ROWS)
-      pull = plgpu.load(pull_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
-      fold = plgpu.load(fold_ref.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
-      end = [total_ref[piece, b, kv, n] for piece in range(2)]
+      pull = plgpu.load(keys_ref.pull.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
+      fold = plgpu.load(keys_ref.fold.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
+      end = [ends_ref.total[piece, b, kv, n] for piece in range(2)]
       plgpu.barrier_wait(k_filled)
-      mine = plgpu.load(k_smem.at[0, thread, :, ours[0]], layout=WGMMA, optimized=False)
-      rounded_k_smem[thread] = mine.astype(half)
-      plgpu.commit_smem()
+      if not given:
+        mine = plgpu.load(k_smem.at[0, thread, :, ours[0]], layout=WGMMA, optimized=False)
+        rounded_k_smem[thread] = mine.astype(half)
+        plgpu.commit_smem()
 
       def near_weigh(fetched, exponent, unit, shape):
         seen = index(shape, 0, thread * ROWS) <= index(shape, 1, unit * ROWS)
         return jnp.exp2(jnp.where(seen, across(exponent, shape) - down(pull, shape), -jnp.inf)), None
 
       def far_fetch(m):
-        return [total_ref[piece, b, kv, m - 1] for piece in range(2)]
+        return [ends_ref.total[piece, b, kv, m - 1] for piece in range(2)]
 
       def far_weigh(before, discounted, unit, shape):
         discount = jnp.exp2(((before[0] - end[0]) + (before[1] - end[1])) * LOG2E)
-        return across(discounted * discount, shape), down(fold, shape)
+        scale = across(discounted * discount, shape)
+        if folding:
+          return scale, down(fold, shape)
+        return scale * down(raised(fold, power), shape), None
 
       # In registers: shared memory is busier than the matrix unit.
       values = v_smem.at[thread]
@@ -243,9 +259,10 @@ def _backward(
         near(first=True)(jnp.int32(0), kv * group, n, None)
         if group > 1:
           visit_near(near(), start=1)
-        if wide:
-          plgpu.barrier_arrive(k_freed)
-        plgpu.barrier_wait(folded_filled)
+        if folding:
+          if wide:
+            plgpu.barrier_arrive(k_freed)
+          plgpu.barrier_wait(folded_filled)
         visit_far(visit(folded, far_fetch, far_weigh, dk, dv))
         return dk[...], dv[...]
 
@@ -262,11 +279,17 @@ def _backward(
       wait_if(visits > 1, dq_freed)
       hand_over(last_dq, buffer)
       plgpu.barrier_wait(dq_freed)
-      dq_smem[0, thread] = dk
+      dk_smem = dq_smem.at[0, thread]
+      if given:
+        dk_smem = k_smem.at[0, thread] if head_dim == k_wide else ds_smem.at[0, 0, thread]
+        mine = plgpu.load(k_smem.at[0, thread, :, ours[0]], layout=WGMMA, optimized=False)
+        pulled_ref[0][b, kv, here] = (mine.astype(f32) * dk).sum(axis=1)
+        dk = (power * dk).astype(half)
+      dk_smem[...] = dk
       dv_smem = v_smem.at[thread] if value_dim == v_wide else ds_smem.at[1, 0, thread]
       dv_smem[...] = dv.astype(half)
       plgpu.commit_smem()
-      plgpu.copy_smem_to_gmem(dq_smem.at[0, thread], dk_ref.at[b, here, kv])
+      plgpu.copy_smem_to_gmem(dk_smem, dk_ref.at[b, here, kv])
       plgpu.copy_smem_to_gmem(dv_smem, dv_ref.at[b, here, kv])
       plgpu.wait_smem_to_gmem(0)
 
@@ -284,27 +307,29 @@ def _backward(
             visited = number * _UNITS + unit
             slot, at = lax.rem(visited, jnp.int32(slots)), pl.ds(m * TILE + unit * ROWS, ROWS)
             wait_if(visited >= slots, q_freed.at[slot])
-            for source, target in (
-              (q_ref.at[b, at, head], q_smem),
-              (dy_ref.at[b, at, head], dy_smem),
+            sources = [
+              (rows_ref.q.at[b, at, head], q_smem),
+              (rows_ref.dy.at[b, at, head], dy_smem),
               (scale_ref.at[b, head, at], scale_smem),
-              (delta_ref.at[b, head, at], delta_smem),
-              (rounded_ref.at[b, at, head, ours[0]], rounded_q_smem),
-            ):
+              (rows_ref.delta.at[b, head, at], delta_smem),
+            ]
+            if not given:
+              sources.append((rows_ref.rounded.at[b, at, head, ours[0]], rounded_q_smem))
+            for source, target in sources:
               plgpu.copy_gmem_to_smem(source, target.at[slot], q_filled.at[slot])
           return none
 
         return load_tile
 
-      load_keys(k_ref, k_smem.at[0], k_filled)
+      load_keys(keys_ref.plain, k_smem.at[0], k_filled)
       load_keys(v_ref, v_smem, k_filled)
-      if not wide:
-        load_keys(folded_ref, k_smem.at[folded], folded_filled)
-      visit_near(load_queries(exponent_ref))
-      if wide:
+      if folding and not wide:
+        load_keys(keys_ref.folded, k_smem.at[folded], folded_filled)
+      visit_near(load_queries(rows_ref.exponent))
+      if folding and wide:
         plgpu.barrier_wait(k_freed)
-        load_keys(folded_ref, k_smem.at[folded], folded_filled)
-      visit_far(load_queries(discounted_ref))
+        load_keys(keys_ref.folded, k_smem.at[folded], folded_filled)
+      visit_far(load_queries(rows_ref.discounted))
 
       def settle(visited, none):  # leave no arrival unseen
         plgpu.barrier_wait(q_freed.at[lax.rem(visited, jnp.int32(slots))])
@@ -351,12 +376,13 @@ def _backward(
   # A warpgroup's dQ lies where the dS were that it is made of. The interpreter would see races in that.
   in_place = interpret is None and k_wide == ROWS
   ds_memory, dq_memory = shared((2, _UNITS, 2, ROWS, ROWS), half, k_wide), shared((2, _UNITS, ROWS, k_wide), f32)
+  unused = plgpu.SMEM((1,), f32)
   scratch = [
     shared((1 + folded, 2, ROWS, head_dim), rows.q.dtype),
-    shared((2, ROWS, k_wide), half),
+    unused if given else shared((2, ROWS, k_wide), half),
     shared((2, ROWS, value_dim), half),
     shared((slots, ROWS, head_dim), rows.q.dtype),
-    shared((slots, ROWS, k_wide), half),
+    unused if given else shared((slots, ROWS, k_wide), half),
     shared((slots, ROWS, value_dim), half),
     plgpu.SMEM((slots, ROWS), f32),
     plgpu.SMEM((slots, ROWS), f32),
@@ -364,7 +390,7 @@ def _backward(
     plgpu.Barrier(num_arrivals=4),
     plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=2),
-    plgpu.Barrier(num_arrivals=5, num_barriers=slots),
+    plgpu.Barrier(num_arrivals=4 if given else 5, num_barriers=slots),
     plgpu.Barrier(num_arrivals=2, num_barriers=slots),
     *(plgpu.Barrier(num_arrivals=2),) * 2,
     plgpu.Barrier(num_arrivals=1),
@@ -374,10 +400,12 @@ def _backward(
   dq_shape = (batch, time, query_heads, k_wide)
   outputs = [
     jax.ShapeDtypeStruct(dq_shape, f32),
-    jax.ShapeDtypeStruct((batch, time, heads, k_wide), f32),
+    jax.ShapeDtypeStruct((batch, time, heads, k_wide), half if given else f32),
     jax.ShapeDtypeStruct((batch, time, heads, v_wide), half),
   ]
-  operands = (*rows, keys.folded, keys.plain, keys.pull, *ends, v)
+  if given:
+    outputs.append(jax.ShapeDtypeStruct((batch, heads, time), f32))
+  leaves, structure = jax.tree.flatten((rows, keys, ends, v))
   # Out of order each tile of keys leaves its own dq.
   parts = None if ordered else jax.new_ref(jnp.zeros((tiles, *dq_shape), f32))
   results = plgpu.kernel(
@@ -391,6 +419,6 @@ def _backward(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="attention_backward",
-  )(*operands, *(() if parts is None else (parts,)))
+  )(*leaves, *(() if parts is None else (parts,)))
   results = results if parts is None else (jax.freeze(parts).sum(0), *results)
   return Gradients(*varying_as(v, results))

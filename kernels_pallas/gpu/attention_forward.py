@@ -5,11 +5,13 @@
 Time is cut into tiles. Keys of earlier tiles come discounted to their tile's end (b folded into the key, whose p-th
 power carries it), so a block of their weights is one matrix product and p/2 multiplications an element; the sums so far
 are multiplied by one number, the tile's decay, when the next one begins. Only inside the query's own tile are gates
-exponentials of pairs.
+exponentials of pairs. Where sequences are too short for a copy of discounted keys to pay, scores are multiplied by
+their keys' discounts instead, and queries can come as they were given.
 
     4 warpgroups   64 queries each (2, if heads are wide): while one raises scores, others have products under way
     the last one   loads
-    grid           one or two tiles of queries each, those that see most keys first
+    grid           one or two tiles of queries each, those that see most keys first; of short sequences two such places,
+                   an early one after a late one, whose queries come while the late one's are still at work
 
 Products of scores and values have bfloat16 operands, for weights span many powers of ten; scores have float16 ones,
 because the power multiplies their rounding, and the inputs are scaled so that they fit.
@@ -37,10 +39,12 @@ from kernels_pallas.gpu.tiles import (
   down,
   index,
   place_in_grid,
+  power_of_two,
   rounded,
   shared,
   unless_stateless,
   varying_as,
+  wait_for_all,
   wait_if,
 )
 from kernels_pallas.weights import SMALLEST, even_power
@@ -49,12 +53,14 @@ from kernels_pallas.weights import SMALLEST, even_power
 class Keys(NamedTuple):
   """Keys and gates as the kernels read them. Gates are logarithms to base 2, counted from the start of a tile."""
 
-  folded: Float16[Array, "B T H d"]  # discounted to the end of their tile
-  plain: Float16[Array, "B T H d"]
+  folded: Float16[Array, "B T H d"] | None  # times `fold`: discounted to the end of their tile
+  plain: Float[Array, "B T H d"]
+  fold: Float[Array, "B H T"]
   gate: Float[Array, "B H T"]  # of a query: the discount since its tile began
   pull: Float[Array, "B H T"]  # of a key: the same, less the logarithm of its scale
   decay: Float[Array, "B H tiles"]  # the discount across each tile
   first: Int[Array, "B H tiles"]  # the earliest tile that is read: by a block of the grid, its first tile's
+  unit: Float[Array, "B H"] | None = None  # queries come as they were given, and are multiplied by this once scaled
 
 
 class Carried(NamedTuple):
@@ -71,10 +77,29 @@ class Outputs(NamedTuple):
   high: Float[Array, "B T Hq dv"]
   low: Float[Array, "B T Hq dv"] | None  # what rounding `high` lost
   normaliser: Float[Array, "B Hq T"]
+  scaled: BFloat16[Array, "B T Hq d"] | None = None  # queries that were scaled here, for the backward pass
+  exponent: Int[Array, "B Hq T"] | None = None  # they were divided by 2 to this, besides being multiplied by a unit
+
+
+class _Place(NamedTuple):
+  """One or two tiles of queries that a block of the grid is about, and the blocks of keys that these read.
+
+  Blocks are numbered as they come: discounted keys of the tiles from `first` on, then plain ones of the queries' own
+  tiles. To the second tile of queries the first one's keys are discounted: a folded copy of them comes before, too, but
+  keys that the kernel discounts come once.
+  """
+
+  number: int  # the first of the block, or the second
+  token: Int[Array, ""]  # the first of its queries
+  tile: Int[Array, ""]  # theirs
+  first: Int[Array, ""]
+  start: Int[Array, ""]  # blocks of keys: the first of all, the first of the queries' own, and the end
+  plain: Int[Array, ""]
+  stop: Int[Array, ""]
 
 
 def forward(
-  q: Float16[Array, "B T Hq d"],
+  q: Float[Array, "B T Hq d"],
   keys: Keys,
   v: BFloat16[Array, "B T H dv"],
   carried: Carried | None = None,
@@ -94,38 +119,46 @@ def forward(
   assert time % (TILE * pairs) == 0
   wide = value_dim > 64  # there is no room for what wide heads carry
   f32 = jnp.float32
+  folding = keys.folded is not None
+  # Two places for a block: the second one's queries come, and the first one's outputs go, beside other work.
+  narrow = jnp.dtype(dtype).itemsize == 2
+  places = 2 if not folding and carried is None and narrow and tiles % 2 == 0 else 1
+  again = pairs - 1 if folding else 0  # tiles of queries whose own keys come discounted, too
 
-  def kernel(q_ref, folded_ref, k_ref, v_ref, gate_ref, pull_ref, decay_ref, first_ref, *more):
-    carried_refs: Any
-    carried_refs, more = jax.tree.unflatten(structure, more[: len(leaves)]), more[len(leaves) :]
-    (y_ref, low_ref, normaliser_ref), scratch = (
-      (more[:3], more[3:]) if save_low else ((more[0], None, more[1]), more[2:])
-    )
-    (q_smem, y_smem), k_smem, v_smem, low_smem, normaliser_smem, *others = scratch
+  def kernel(*refs):
+    found = len(leaves) + len(out_leaves)
+    q_ref, keys_ref, v_ref, carried_refs = jax.tree.unflatten(structure, refs[: len(leaves)])
+    outputs, scratch = jax.tree.unflatten(out_structure, refs[len(leaves) : found]), refs[found:]
+    (q_smem, y_smem), k_smem, fold_smem, v_smem, low_smem, normaliser_smem, *others = scratch
     carried_smem, weight_smem, gate_smem, pull_smem, *barriers = others
     q_filled, carried_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
-    row, n = place_in_grid(item, batch * query_heads, tiles)
+    row, n = place_in_grid(item, batch * query_heads, tiles // places)
     b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
-    kv, first_token, own = lax.div(head, jnp.int32(group)), n * TILE * pairs, n * pairs
-    first = first_ref[b, kv, own]
-    # Blocks of 64 keys in the order in which they come: folded ones of tiles from `first` on, those of the first tile
-    # of queries among them if there is a second; then plain ones of the queries' own tiles.
-    plain = (own - first + pairs - 1) * IN_TILE
-    stop = plain + pairs * IN_TILE
+    kv = lax.div(head, jnp.int32(group))
     states = unless_stateless(1, None if carried is None else carried_refs.has_state, b, kv)
+
+    def place(number, n, start):
+      tile = n * pairs
+      first = keys_ref.first[b, kv, tile]
+      plain = start + (tile - first + again) * IN_TILE
+      return _Place(number, tile * TILE, tile, first, start, plain, plain + pairs * IN_TILE)
+
+    late = place(0, n if places == 1 else tiles - 1 - n, jnp.int32(0))
+    in_order = [late] if places == 1 else [late, place(1, n, late.stop)]
 
     def slot_of(j):
       return lax.rem(j, jnp.int32(slots))
 
-    @pl.when(thread < computing)
-    def compute():
-      plgpu.set_max_registers(REGISTERS[computing], action="increase")
+    def compute(place):
       pair, second = (f(thread, jnp.int32(2)) for f in (lax.div, lax.rem))
-      tile, near = own + pair, plain + pair * IN_TILE
-      token, queries = first_token + thread * ROWS, q_smem.at[thread]
+      first, tile, near = place.first, place.tile + pair, place.plain + pair * IN_TILE
+      mine = place.number * computing + thread
+      rows, queries = pl.ds(place.token + thread * ROWS, ROWS), q_smem.at[mine]
       accumulator = plgpu.ACC((ROWS, value_dim), f32)
-      plgpu.barrier_wait(q_filled)
+      plgpu.barrier_wait(q_filled.at[place.number])
+      if keys.unit is not None:
+        scale_queries(queries, rows)
 
       def free(freed, j):
         plgpu.barrier_arrive(freed.at[slot_of(j)])
@@ -150,7 +183,6 @@ def forward(
         return pl.run_scoped(product, plgpu.ACC((ROWS, ROWS), f32))
 
       def gather(sums, weights, j):
-        plgpu.barrier_wait(v_filled.at[slot_of(j)])
         values = v_smem.at[slot_of(j)]
         if not staging:
           plgpu.wgmma(sums, weights, values)
@@ -167,18 +199,26 @@ def forward(
 
       def far_tile(m, carry, sums):
         normaliser, decay = carry
-        decay_of_next = decay_ref[b, kv, m + 1]
+        decay_of_next = keys_ref.decay[b, kv, m + 1]
         sums[...] = sums[...] * decay
         normaliser = normaliser * decay
         for block in range(IN_TILE):
-          j = (m - first) * IN_TILE + block
-          s = scores(j)
+          j = place.start + (m - first) * IN_TILE + block
+          if folding:
+            s = scores(j)
+          else:  # discounts, which come with values, are on their way before the product is
+            plgpu.barrier_wait(v_filled.at[slot_of(j)])
+            fold = plgpu.load(fold_smem.at[slot_of(j)], layout=WGMMA.reduce(0), optimized=False)
+            s = scores(j)
+            s = s * across(fold, s.shape)
           free(k_freed, j)
           if block > 0:  # those products have come before the scores
             free(v_freed, j - 1)
           weights = even_power(s, power)
           # The barrier: ptxas is short of registers if sums wait for products to be under way.
           normaliser, weights = lax.optimization_barrier((normaliser + by_eights(weights), weights.astype(v.dtype)))
+          if folding:
+            plgpu.barrier_wait(v_filled.at[slot_of(j)])
           gather(sums, weights, j)
           if value_dim < ROWS:  # or ptxas would overlap more than it has registers for
             plgpu.wgmma_wait(0)
@@ -187,7 +227,7 @@ def forward(
         return normaliser, decay_of_next
 
       def near_block(block, normaliser, sums, masked):
-        j, first_key = near + block, pair * TILE + block * ROWS
+        j, first_key = near + block, (place.number * pairs + pair) * TILE + block * ROWS
         s = scores(j)
         pull = plgpu.load(pull_smem.at[pl.ds(first_key, ROWS)], layout=WGMMA.reduce(0), optimized=False)
         exponent = down(gate, s.shape) - across(pull, s.shape)
@@ -195,6 +235,7 @@ def forward(
           seen = index(s.shape, 1, jnp.int32(0)) <= index(s.shape, 0, jnp.int32(0))
           exponent = jnp.where(seen, exponent, -jnp.inf)
         weights = rounded(even_power(s, power) * jnp.exp2(exponent), v.dtype)
+        plgpu.barrier_wait(v_filled.at[slot_of(j)])
         gather(sums, weights, j)
         # Of the rounded weights, so that a row of one key gives that key's value exactly.
         normaliser = normaliser + by_eights(weights.astype(f32))
@@ -207,9 +248,10 @@ def forward(
         if staging:
           sums[...] = jnp.zeros(sums.shape, f32)
         normaliser = plgpu.layout_cast(jnp.zeros((ROWS, 8), f32), WGMMA)
-        carry = normaliser, decay_ref[b, kv, first]
+        carry = normaliser, keys_ref.decay[b, kv, first]
         normaliser, _ = lax.fori_loop(0, tile - first, lambda i, carry: far_tile(first + i, carry, sums), carry)
-        pass_by((tile - first) * IN_TILE, near)
+        if again:
+          pass_by(place.start + (tile - first) * IN_TILE, near)
         since_start = jnp.exp2(gate)
         sums[...] = sums[...] * down(since_start, sums.shape)
         normaliser = normaliser * down(since_start, normaliser.shape)
@@ -217,8 +259,7 @@ def forward(
         normaliser = near_block(second, normaliser, sums, True)
         return sums[...], normaliser.sum(axis=1)
 
-      rows = pl.ds(token, ROWS)
-      gate = plgpu.load(gate_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
+      gate = plgpu.load(gate_smem.at[mine], layout=WGMMA.reduce(1), optimized=False)
       total, normaliser = gathered(staging[1].at[thread]) if staging else pl.run_scoped(gathered, accumulator)
 
       def add_state(_, sums):
@@ -239,26 +280,45 @@ def forward(
       inverse = jnp.where(found, 1.0 / jnp.where(found, normaliser, 1.0), 0.0)
       y = total * down(inverse, total.shape)
       high = rounded(y, dtype)
-      y_smem[thread] = high
+      if outputs.scaled is not None:  # whose queries are still being written from where y goes
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      here = y_smem.at[mine if in_place else thread]
+      here[...] = high
       normaliser_smem[thread] = normaliser
       if save_low:
         low_smem[thread] = (y - high.astype(f32)).astype(jnp.bfloat16)
       plgpu.commit_smem()
-      plgpu.copy_smem_to_gmem(y_smem.at[thread], y_ref.at[b, rows, head])
-      plgpu.copy_smem_to_gmem(normaliser_smem.at[thread], normaliser_ref.at[b, head, rows])
+      plgpu.copy_smem_to_gmem(here, outputs.high.at[b, rows, head])
+      plgpu.copy_smem_to_gmem(normaliser_smem.at[thread], outputs.normaliser.at[b, head, rows])
       if save_low:
-        plgpu.copy_smem_to_gmem(low_smem.at[thread], low_ref.at[b, rows, head])
+        plgpu.copy_smem_to_gmem(low_smem.at[thread], outputs.low.at[b, rows, head])
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-      pass_by(near + second + 1, stop)
+      pass_by(near + second + 1, place.stop)
 
-    @pl.when(thread == computing)
-    def load():
-      plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
-      plgpu.copy_gmem_to_smem(pull_ref.at[b, kv, pl.ds(first_token, TILE * pairs)], pull_smem, q_filled)
+    def scale_queries(queries, rows):
+      """Such that the largest coordinate of each is between 1/2 and 1, times the unit."""
+      x = plgpu.load(queries, layout=WGMMA, optimized=False).astype(f32)
+      scale, exponent = power_of_two(jnp.abs(x).max(axis=1), 0)
+      queries[...] = (x * down(scale, x.shape) * keys_ref.unit[b, kv]).astype(q.dtype)
+      outputs.exponent[b, head, rows] = exponent
+      plgpu.commit_smem()
+      if outputs.scaled is not None:
+        plgpu.copy_smem_to_gmem(queries, outputs.scaled.at[b, rows, head])
+
+    @pl.when(thread < computing)
+    def _():
+      plgpu.set_max_registers(REGISTERS[computing], action="increase")
+      for place in in_order:
+        compute(place)
+
+    def load_queries(place):
+      filled, tokens = q_filled.at[place.number], TILE * pairs
+      here = pull_smem.at[pl.ds(place.number * tokens, tokens)]
+      plgpu.copy_gmem_to_smem(keys_ref.pull.at[b, kv, pl.ds(place.token, tokens)], here, filled)
       for w in range(computing):
-        rows = pl.ds(first_token + w * ROWS, ROWS)
-        plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[w], q_filled)
-        plgpu.copy_gmem_to_smem(gate_ref.at[b, kv, rows], gate_smem.at[w], q_filled)
+        rows, of_place = pl.ds(place.token + w * ROWS, ROWS), place.number * computing + w
+        plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[of_place], filled)
+        plgpu.copy_gmem_to_smem(keys_ref.gate.at[b, kv, rows], gate_smem.at[of_place], filled)
         if carried is not None:
 
           @pl.when(states > 0)
@@ -267,65 +327,80 @@ def forward(
             if not wide:
               plgpu.copy_gmem_to_smem(carried_refs.numerator.at[b, rows, head], carried_smem.at[w], carried_filled)
 
-      def copy(keys_ref, first_block):
-        def step(j, none):
-          slot, rows = slot_of(j), pl.ds((first_block + j) * ROWS, ROWS)
-          wait_if(j >= slots, k_freed.at[slot])
-          plgpu.copy_gmem_to_smem(keys_ref.at[b, rows, kv], k_smem.at[slot], k_filled.at[slot])
-          wait_if(j >= slots, v_freed.at[slot])
-          plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv], v_smem.at[slot], v_filled.at[slot])
-          return none
-
-        return step
-
-      lax.fori_loop(0, plain, copy(folded_ref, first * IN_TILE), None)
-      lax.fori_loop(plain, stop, copy(k_ref, own * IN_TILE - plain), None)
-
-      def settle(j, none):  # leave no arrival unseen
-        plgpu.barrier_wait(k_freed.at[slot_of(j)])
-        plgpu.barrier_wait(v_freed.at[slot_of(j)])
+    def load_keys(start, stop, source, first_tile):
+      def load(j, none):
+        slot, rows = slot_of(j), pl.ds((first_tile * IN_TILE + j - start) * ROWS, ROWS)
+        wait_if(j >= slots, k_freed.at[slot])
+        plgpu.copy_gmem_to_smem(source.at[b, rows, kv], k_smem.at[slot], k_filled.at[slot])
+        wait_if(j >= slots, v_freed.at[slot])
+        plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv], v_smem.at[slot], v_filled.at[slot])
+        if not folding:
+          plgpu.copy_gmem_to_smem(keys_ref.fold.at[b, kv, rows], fold_smem.at[slot], v_filled.at[slot])
         return none
 
-      lax.fori_loop(jnp.maximum(stop - slots, 0), stop, settle, None)
+      lax.fori_loop(start, stop, load, None)
 
-  y_shape = (batch, time, query_heads, value_dim)
-  outputs = [jax.ShapeDtypeStruct(y_shape, dtype), jax.ShapeDtypeStruct((batch, query_heads, time), f32)]
-  if save_low:
-    outputs.insert(1, jax.ShapeDtypeStruct(y_shape, jnp.bfloat16))
-  filled, freed = plgpu.Barrier(num_barriers=slots), plgpu.Barrier(num_arrivals=computing, num_barriers=slots)
-  q_memory, y_memory = shared((computing, ROWS, head_dim), q.dtype), shared((computing, ROWS, value_dim), dtype)
+    @pl.when(thread == computing)
+    def _():
+      plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
+      for place in in_order:
+        load_queries(place)
+        load_keys(place.start, place.plain, keys_ref.folded if folding else keys_ref.plain, place.first)
+        load_keys(place.plain, place.stop, keys_ref.plain, place.tile)
+      wait_for_all(k_freed, in_order[-1].stop)
+      wait_for_all(v_freed, in_order[-1].stop)
+
+  of_q: Any = jax.ShapeDtypeStruct(q.shape, q.dtype)
+  by_token: Any = jax.ShapeDtypeStruct((batch, time, query_heads, value_dim), dtype)
+  by_head: Any = jax.ShapeDtypeStruct((batch, query_heads, time), f32)
+  outputs = Outputs(
+    high=by_token,
+    low=by_token.update(dtype=jnp.bfloat16) if save_low else None,
+    normaliser=by_head,
+    scaled=None if keys.unit is None or not save_low else of_q,
+    exponent=None if keys.unit is None else by_head.update(dtype=jnp.int32),
+  )
   # A warpgroup's outputs where its queries were.
-  in_place = interpret is None and head_dim == value_dim and jnp.dtype(dtype).itemsize == 2
+  in_place = interpret is None and head_dim == value_dim and narrow
+  q_memory = shared((places * computing, ROWS, head_dim), q.dtype)
+  y_memory = shared((places * computing if in_place else computing, ROWS, value_dim), dtype)
   staging = (
     [] if interpret is None else [shared((computing, ROWS, n), t) for n, t in ((ROWS, v.dtype), (value_dim, f32))]
   )
+  freed = plgpu.Barrier(num_arrivals=computing, num_barriers=slots)
+  unused = plgpu.SMEM((1,), f32)
   scratch = [
     plgpu.RefUnion(q_memory, y_memory) if in_place else (q_memory, y_memory),
     shared((slots, ROWS, head_dim), q.dtype),
+    unused if folding else plgpu.SMEM((slots, ROWS), f32),
     shared((slots, ROWS, value_dim), v.dtype),
-    shared((computing, ROWS, value_dim), jnp.bfloat16) if save_low else plgpu.SMEM((1,), f32),
+    shared((computing, ROWS, value_dim), jnp.bfloat16) if save_low else unused,
     plgpu.SMEM((computing, ROWS), f32),
-    plgpu.SMEM((1,), f32) if carried is None or wide else shared((computing, ROWS, value_dim), carried.numerator.dtype),
+    unused if carried is None or wide else shared((computing, ROWS, value_dim), carried.numerator.dtype),
     plgpu.SMEM((computing, ROWS), f32),
-    plgpu.SMEM((computing, ROWS), f32),
-    plgpu.SMEM((TILE * pairs,), f32),
-    plgpu.Barrier(num_arrivals=1 + 2 * computing),
+    plgpu.SMEM((places * computing, ROWS), f32),
+    plgpu.SMEM((places * TILE * pairs,), f32),
+    plgpu.Barrier(num_arrivals=1 + 2 * computing, num_barriers=places),
     plgpu.Barrier(num_arrivals=computing if wide else 2 * computing),
-    *(filled, freed) * 2,
+    plgpu.Barrier(num_barriers=slots),
+    freed,
+    plgpu.Barrier(num_arrivals=1 if folding else 2, num_barriers=slots),
+    freed,
     *staging,
   ]
-  leaves, structure = jax.tree.flatten(carried)
+  leaves, structure = jax.tree.flatten((q, keys, v, carried))
+  out_leaves, out_structure = jax.tree.flatten(outputs)
   results = plgpu.kernel(
     kernel,
-    out_type=outputs,
+    out_type=out_leaves,
     scratch_types=scratch,
-    grid=(tiles * batch * query_heads,),
+    grid=(tiles // places * batch * query_heads,),
     grid_names=("block",),
     num_threads=computing + 1,
     thread_name="thread",
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="attention_forward",
-  )(q, *keys[:2], v, *keys[2:], *leaves)
-  results = varying_as(q, results)
-  return Outputs(*results) if save_low else Outputs(results[0], None, results[1])
+  )(*leaves)
+  result: Outputs = jax.tree.unflatten(out_structure, varying_as(q, results))
+  return result

@@ -8,6 +8,7 @@ grid              64 tokens of one head a block, of one warpgroup: a few coordin
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.gpu.angles import Angles, along, quarter_turn, radians
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, WIDTH, TokenTile, columns, down, shared, varying_as
-from kernels_pallas.weights import LEAST, MOST
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, WIDTH, TokenTile, columns, down, power_of_two, shared, varying_as
 
 
 class Copy(NamedTuple):
@@ -39,6 +39,7 @@ class _Given(NamedTuple):
   scale: Any
   angles: Any
   quarter_turn: Any
+  only: Any
   after: Any
 
 
@@ -49,18 +50,21 @@ def copies(
   scale: Float[Array, "B H T"] | None = None,
   room: int | None = None,
   angles: Angles | None = None,
+  only: Int[Array, "B H"] | None = None,
   after: Array | None = None,
   interpret: Any = None,
 ) -> list[Array]:
   """Copies of a 16-bit x, B T H d or, time last, B H d T. Several of its heads may share those of the angles.
 
   With `room` each vector is divided by a power of two, at most 2 ** MOST, so that its largest coordinate is below
-  2 ** -room; the exponents, B H T, come after the copies. Nothing is made before there is `after`, so that it takes no
-  memory until then.
+  2 ** -room; the exponents, B H T, come after the copies. Heads that are not 1 in `only` get anything. Nothing is made
+  before there is `after`, so that it takes no memory until then.
   """
   batch, time, heads, head_dim = x.shape
   group = 1 if angles is None else heads // angles.since.shape[1]
   parts, shape, f32 = head_dim // WIDTH, (ROWS, WIDTH), jnp.float32
+  # Blocks that find nothing to do take their time, too: where there may be many, each has several tiles.
+  tiles, several = time // ROWS, 1 if only is None else math.gcd(time // ROWS, 16)
   exact_already = scale is None and room is None and angles is None
   assert scale is None or room is None
 
@@ -71,10 +75,17 @@ def copies(
   def kernel(x_ref, *refs):
     given = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + len(results)], refs[len(leaves) + len(results) :]
-    x_smem, quarter_turn_smem, *out_smem, filled = scratch
-    tile = TokenTile.of_block(time // ROWS, heads, group)
-    b, head, at = tile.b, tile.head, tile.rows
+    copy = functools.partial(copy_tile, x_ref, given, outputs, scratch)
+    if only is None:
+      copy(TokenTile.of_block(tiles, heads, group))
+    else:
+      first = TokenTile.of_block(tiles // several, heads, group)
+      many = several * given.only[first.b, first.head]
+      lax.fori_loop(0, many, lambda n, none: copy(first._replace(number=first.number * several + n)), None)
 
+  def copy_tile(x_ref, given, outputs, scratch, tile):
+    x_smem, quarter_turn_smem, *out_smem, filled = scratch
+    b, head, at = tile.b, tile.head, tile.rows
     for part in range(parts):
       plgpu.copy_gmem_to_smem(tile.part(x_ref, part), x_smem.at[part], filled)
     if angles is not None:
@@ -86,7 +97,7 @@ def copies(
     turns: Any = None if angles is None else along(given.angles, tile)
     plgpu.barrier_wait(filled)
     if room is not None:
-      scales, exponent = _power_of_two(largest(x_smem), room)
+      scales, exponent = power_of_two(largest(x_smem), room)
       outputs[-1][b, head, at] = exponent
 
     def work(part, none):
@@ -121,7 +132,7 @@ def copies(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   turning = None if angles is None else jnp.asarray(quarter_turn(), x.dtype)
-  arguments = _Given(tuple(copy.factor for copy in wanted), scale, angles, turning, after)
+  arguments = _Given(tuple(copy.factor for copy in wanted), scale, angles, turning, only, after)
   leaves, structure = jax.tree.flatten(arguments)
   results = [
     jax.ShapeDtypeStruct((batch, heads, head_dim, time) if copy.time_last else x.shape, copy.dtype) for copy in wanted
@@ -137,7 +148,7 @@ def copies(
       *(shared((parts, *(shape[::-1] if copy.time_last else shape)), copy.dtype) for copy in wanted),
       plgpu.Barrier(num_arrivals=parts + (angles is not None)),
     ],
-    grid=(batch * (time // ROWS) * heads,),
+    grid=(batch * (tiles // several) * heads,),
     grid_names=("block",),
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
@@ -145,10 +156,3 @@ def copies(
   )(x, *leaves)
   result: list[Array] = varying_as(x, found)
   return result
-
-
-def _power_of_two(largest: Float[Array, "rows"], room: int) -> tuple[Float[Array, "rows"], Int[Array, "rows"]]:
-  """2 to minus the exponent, and the exponent e: the largest coordinate is below 2 ** (e - room). Of 0 it is 0."""
-  e = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 126
-  e = jnp.where(e <= LEAST, 0, jnp.minimum(e + room, MOST))
-  return lax.bitcast_convert_type((127 - e) * 2**23, jnp.float32), e

@@ -66,18 +66,22 @@ def gradients(
   angles: Angles | None = None,
   speed: Float[Array, "d"] | None = None,
   without_state: WithoutState | None = None,
+  unit: Float[Array, "B H"] | None = None,
   interpret: Any = None,
 ) -> Gradients:
-  """Those of what was given in `dtype`. Several heads of x may share those of the angles."""
+  """Those of what was given in `dtype`. Several heads of x may share those of the angles, and of a unit.
+
+  What was given is x divided by `unit`, besides its factor: one number might not hold both.
+  """
   batch, time, heads, head_dim = x.shape
-  group = 1 if angles is None else heads // angles.since.shape[1]
+  group = heads // (heads if angles is None else angles.since.shape[1])
   parts, shape, f32, bf16 = head_dim // WIDTH, (ROWS, WIDTH), jnp.float32, jnp.bfloat16
   sums = 1 if angles is None else 2
 
   def kernel(x_ref, dx_ref, factor_ref, *refs):
     rotation: Any
     by_pairs: Any
-    rotation, by_pairs = jax.tree.unflatten(structure, refs[: len(leaves)])
+    rotation, by_pairs, unit_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + 1 + sums], refs[len(leaves) + 1 + sums :]
     x_smem, dx_smem, out_smem, sums_smem, halves_smem, turning_smem, turning_gradients_smem, filled = scratch
     tile = TokenTile.of_block(time // ROWS, heads, group)
@@ -128,6 +132,8 @@ def gradients(
       if rotation is not None:
         found.append(pl.run_scoped(turned_by, plgpu.ACC(shape, f32)))
         given = pl.run_scoped(unrotated, plgpu.ACC(shape, f32))
+      if unit is not None:
+        given = given * unit_ref[b, lax.div(head, jnp.int32(heads // unit.shape[1]))]
       out_smem[part] = (given * down(factors, shape)).astype(dtype)
       return tuple(map(jnp.add, so_far, found))
 
@@ -145,7 +151,7 @@ def gradients(
   rotation = None
   if angles is not None:
     rotation = _Rotation(angles, speed, *(jnp.asarray(quarter_turn(), kind) for kind in (x.dtype, bf16)))
-  leaves, structure = jax.tree.flatten((rotation, without_state))
+  leaves, structure = jax.tree.flatten((rotation, without_state, unit))
   unused = plgpu.SMEM((1,), f32)
   found = plgpu.kernel(
     kernel,

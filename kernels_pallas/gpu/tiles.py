@@ -16,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.weights import LEAST, MOST
+
 ROWS = 64  # a warpgroup's rows of a tile: the M of wgmma
 TILE = 2 * ROWS  # tokens of two warpgroups; their keys are discounted to a common end
 IN_TILE = TILE // ROWS
@@ -153,6 +155,13 @@ def rounded(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape
   """
   result: Array = lax.optimization_barrier(x.astype(dtype))
   return result
+
+
+def power_of_two(largest: Float[Array, "rows"], room: int) -> tuple[Float[Array, "rows"], Int[Array, "rows"]]:
+  """2 to minus the exponent, and the exponent e: the largest coordinate is below 2 ** (e - room). Of 0 it is 0."""
+  e = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 126
+  e = jnp.where(e <= LEAST, 0, jnp.minimum(e + room, MOST))
+  return lax.bitcast_convert_type((127 - e) * 2**23, jnp.float32), e
 
 
 def accumulate(add: Callable[..., None], initial: tuple[Array, ...], interpret: Any) -> tuple[Array, ...]:
