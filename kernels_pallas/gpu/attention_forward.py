@@ -14,7 +14,8 @@ their keys' discounts instead, and queries can come as they were given.
                    an early one after a late one, whose queries come while the late one's are still at work
 
 Products of scores and values have bfloat16 operands, for weights span many powers of ten; scores have float16 ones,
-because the power multiplies their rounding, and the inputs are scaled so that they fit.
+because the power multiplies their rounding, and the inputs are scaled so that they fit, or bfloat16 ones as they were
+given, which are not rounded.
 """
 
 from typing import Any, NamedTuple
