@@ -31,8 +31,9 @@ def gradients(case, chunk=None):
   heads = (case.B, case.T, case.H)
   shapes = {"q": (case.B, case.T, case.H * case.groups, case.d), "k": (*heads, case.d), "v": (*heads, case.dv)}
   x = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-  x |= {name: jax.ShapeDtypeStruct(heads, jnp.float32) for name in ("log_gate", "beta")}
-  run, rest = attend(case, chunk=chunk), {"rates": comparing.rotary(case.d)}
+  rotated = case.rotation != "none"
+  x |= {name: jax.ShapeDtypeStruct(heads, jnp.float32) for name in ("log_gate", *(("beta",) if rotated else ()))}
+  run, rest = attend(case, chunk=chunk), {"rates": comparing.rotary(case.d)} if rotated else {}
   return jax.grad(lambda x: run(x, rest)["y"].astype(jnp.float32).sum()), x
 
 
@@ -65,9 +66,12 @@ def test_a_pass_without_gradients_writes_symmetric_states_once():
   ("d", "dv", "power"),
   [(64, 64, 2), (128, 128, 4), (32, 64, 2), (64, 64, 4), (32, 32, 6), (64, 128, 4)],
 )
-def test_kernels_lower_for_every_shape(d, dv, power):
-  case = Case(T=65_536, B=1, H=2, groups=2, d=d, dv=dv, power=power, dtype="bfloat16", entry="attention")
-  assert_lowers(*gradients(case), *ATTENTION)
+@pytest.mark.parametrize(("T", "rotation"), [(65_536, "learned"), (1024, "learned"), (1024, "none")])
+def test_kernels_lower_for_every_shape(d, dv, power, T, rotation):
+  sizes = {"T": T, "B": 65_536 // T, "H": 2, "groups": 2, "d": d, "dv": dv}
+  case = Case(**sizes, power=power, rotation=rotation, dtype="bfloat16", entry="attention")
+  text = assert_lowers(*gradients(case), *(kernel for kernel in ATTENTION if kernel != "copies"))
+  assert ("copies_mosaic_gpu" in text) == (rotation != "none")
 
 
 @pytest.mark.slow
@@ -86,10 +90,13 @@ def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("long")
-@pytest.mark.parametrize(("chunk", "dv"), [(None, 64), (BLOCK, 64), (BLOCK, 128)])
+@pytest.mark.parametrize(
+  ("chunk", "dv", "rotation"),
+  [(None, 64, "learned"), (None, 64, "none"), (BLOCK, 64, "learned"), (BLOCK, 128, "learned")],
+)
 @pytest.mark.parametrize("entry", ["attention", "continued"])
-def test_kernels_lower_inside_shard_map(chunk, entry, dv):
-  case = Case(T=512, B=2, H=1, d=64, dv=dv, dtype="bfloat16", entry=entry)
+def test_kernels_lower_inside_shard_map(chunk, entry, dv, rotation):
+  case = Case(T=512, B=2, H=1, d=64, dv=dv, rotation=rotation, dtype="bfloat16", entry=entry)
   mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
   x, rest = inputs(case)
   sharded = jax.shard_map(
@@ -105,9 +112,9 @@ def test_kernels_lower_inside_shard_map(chunk, entry, dv):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("long")
-@pytest.mark.parametrize("chunk", [None, BLOCK])
-def test_kernels_lower_under_vmap(chunk):
-  case = Case(T=512, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
+@pytest.mark.parametrize(("chunk", "rotation"), [(None, "learned"), (None, "none"), (BLOCK, "learned")])
+def test_kernels_lower_under_vmap(chunk, rotation):
+  case = Case(T=512, B=1, H=1, d=64, dv=64, rotation=rotation, dtype="bfloat16", entry="attention")
   x, rest = inputs(case)
   gradient = jax.grad(lambda x: attend(case, chunk=chunk)(x, rest)["y"].astype(jnp.float32).sum())
   stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), x)
@@ -116,8 +123,8 @@ def test_kernels_lower_under_vmap(chunk):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("long")
-@pytest.mark.parametrize("chunk", [None, BLOCK])
-def test_kernels_lower_where_integers_and_constants_have_64_bits(chunk):
-  case = Case(T=512, B=1, H=1, groups=2, d=64, dv=64, dtype="bfloat16", entry="attention")
+@pytest.mark.parametrize(("chunk", "rotation"), [(None, "learned"), (None, "none"), (BLOCK, "learned")])
+def test_kernels_lower_where_integers_and_constants_have_64_bits(chunk, rotation):
+  case = Case(T=512, B=1, H=1, groups=2, d=64, dv=64, rotation=rotation, dtype="bfloat16", entry="attention")
   with jax.enable_x64(True):
     assert_lowers(*gradients(case, chunk), *ATTENTION, *SEARCH, *(() if chunk is None else STATES))

@@ -356,7 +356,8 @@ def test_nothing_is_added_to_heads_without_a_state():
   settings = Settings(2, 256, TILE, TILE, "high", interpret=QUICKLY)
   q, k, v, log_gate = (x[name] for name in ("q", "k", "v", "log_gate"))
   tokens = near.Tokens(q.reshape(2, 256, 1, 2, 32), k, v, log_gate, None)
-  operands = near.operands(tokens, near.running(log_gate, settings), settings, with_state=True, save=False)
+  G, exponents = near.running(log_gate, settings), near.exponents(tokens)
+  operands, _, _ = near.operands_and_copies(tokens, G, exponents, (), (), settings)
   has_state = jnp.array([[0], [1]], jnp.int32)
   by_query_head = jnp.repeat(has_state, 2, axis=1)[..., None] > 0
   weight = jnp.where(by_query_head, jnp.full((2, 2, 256), 2.0), jnp.nan)

@@ -42,7 +42,7 @@ def cotangents(
   Heads without a state carry nothing from chunk to chunk, and their sums are not known another way.
   """
   dlog_gate = of_gates(pulls.G, ends.pulled, kernel, reach, has_state)
-  if rotation is None or ends.turned is None or pulls.total is None:
+  if rotation is None or ends.turned is None or pulls.turns is None or pulls.total is None:
     return dlog_gate, None
   along = jnp.sum(ends.turned * rotation.rates, axis=-1) / (2 * jnp.pi)
   turns, total = (

@@ -123,7 +123,7 @@ def _backward(
   if saved.sequence is None:
     dq, dk, pulls = kernels.finished(x, inside, rotation, (dtype, dtype), settings)
     dlog_gate = prefix_sum(jnp.add(*pulls.G), reverse=True, kernel=near.totals_kernel(settings)).hi
-    drotation = _by_turns(rotation, jnp.add(*pulls.turns), pulls.total)
+    drotation = None if pulls.turns is None else _by_turns(rotation, jnp.add(*pulls.turns), pulls.total)
     return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), None
 
   states = _STATES[settings.states]

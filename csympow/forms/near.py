@@ -2,8 +2,8 @@
 
 Queries are scaled by a power of two so that their largest coordinate is between 1/2 and 1, which the normalisation
 cancels, and so are keys, whose weights are scaled by the p-th power of that, relative to the longest key of the head.
-Of short sequences in bfloat16 that are not rotated nothing is copied: the kernel scales queries, by the longest key of
-the head, too, and reads keys as they are.
+Of short sequences in bfloat16 that are not rotated, and of wide heads if gradients are wanted, nothing is copied: the
+kernel scales queries, by the longest key of the head, too, and reads keys as they are.
 """
 
 import functools
@@ -27,6 +27,9 @@ from kernels_pallas.weights import LEAST, LOG2E, MOST, SMALLEST
 
 FLOAT16, BFLOAT16 = (5, 10), (8, 7)  # bits of exponent and mantissa
 _LARGEST = 128  # the exponent of the largest number
+# Queries times 2 to minus more would lose small coordinates. Float32 has room for scores of longer keys, to the fourth
+# power at least; to higher ones for keys up to 2 ** 115.
+_MOST_AS_GIVEN = 110
 SHORT = 4_096  # tokens up to which a copy of discounted keys takes longer to make than it saves
 
 
@@ -68,8 +71,8 @@ class Operands(NamedTuple):
   ends: attention_backward.Ends
   v: BFloat16[Array, "B T H dv"]
   q_exponent: Int[Array, "B T H g"]  # queries were divided by 2 to this, or will be by the kernel
-  exponent: Int[Array, "B T H"]  # keys were divided by 2 to this
-  top: Int[Array, "B H"]  # the largest of them: weights are divided by 2 to p times this
+  exponent: Int[Array, "B T H"]  # keys were divided by 2 to this: 0 as they were given
+  top: Int[Array, "B H"]  # that of the longest key: weights are divided by 2 to p times this
   has_state: Int[Array, "B H"] | None = None  # 1 or 0: see visible.Visible
 
 
@@ -80,7 +83,7 @@ class Pulls(NamedTuple):
   """
 
   G: tuple[Float[Array, "B T H"], Float[Array, "B T H"]]
-  turns: tuple[Float[Array, "B T H r"], Float[Array, "B T H r"]]
+  turns: tuple[Float[Array, "B T H r"], Float[Array, "B T H r"]] | None  # None: nothing is rotated
   total: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None  # of the betas
 
 
@@ -140,8 +143,7 @@ def operands(x: Tokens, G: Total, settings: Settings, *, with_state: bool, save:
 def _as_given(x: Tokens, G: Total, settings: Settings) -> Operands:
   """Of bfloat16 queries and keys that are not copied; the forward pass finds the queries' exponents."""
   batch, time, heads, head_dim = x.k.shape
-  # Of queries times 2 to less than that bfloat16 would lose small coordinates; float32 has room for the rest.
-  top, gates = jnp.minimum(_longest(_exponent(x.k), 0), 110), _gates(G)
+  top, gates = jnp.minimum(_longest(_exponent(x.k), 0), _MOST_AS_GIVEN), _gates(G)
   fold, unit = jnp.exp2(gates.until_end / settings.power), jnp.exp2(-top.astype(jnp.float32))
   q = x.q.reshape(batch, time, -1, head_dim)
 
@@ -292,10 +294,13 @@ def backward(
   interpret: Any,
   rounded_q: BFloat16[Array, "B T Hq d"] | None = None,
 ) -> attention_backward.Gradients:
-  """By pairs inside chunks; p times those of `q` and `k` are cotangents of scaled and rotated queries and keys."""
+  """By pairs inside chunks; p times those of `q` and `k` are cotangents of scaled and rotated queries and keys.
+
+  If these are not copies, see `attention_backward.Gradients`.
+  """
   group = x.q_exponent.shape[-1]
   gate = jnp.repeat(x.keys.gate, group, axis=1)
-  if rounded_q is None and x.q.dtype != jnp.bfloat16:
+  if rounded_q is None and x.keys.unit is None:
     rounded_q = rounded(x.q, BFLOAT16).astype(jnp.bfloat16)
   rows = attention_backward.Rows(
     q=x.q,
@@ -339,8 +344,6 @@ def unscaled(
 ) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
   """From the gradients by kernels those of rotated queries and keys."""
   dq = dq.reshape(*x.q_exponent.shape, -1)
-  if x.keys.unit is not None:
-    dq = dq * x.keys.unit[:, None, :, None, None]
   return power * dq * power_of_two(-x.q_exponent), power * dk * power_of_two(-x.exponent)
 
 
@@ -392,8 +395,12 @@ def finished(
   found_q = back(x.q, dq, x.q_exponent, dtypes[0], without_state[0], x.keys.unit)
   if dx.pulled is None:
     found_k = back(x.keys.plain, dk, x.exponent, dtypes[1], without_state[1])
-  else:  # the kernel has finished it, and nothing was rotated
-    found_k, dk = gradients.Gradients(dk, dx.pulled, None), jnp.zeros_like(dk)
+  else:  # the kernel has finished it
+    found_k = gradients.Gradients(dk, dx.pulled, None)
+  pulled = of_token(found_q.pulled), -of_token(found_k.pulled)
+  given = found_q.given.reshape(batch, time, heads, group, -1), found_k.given
+  if rotation is None:
+    return *given, Pulls(pulled, None, None)
   dq, dk = (
     a if other is None else jnp.where(other.has_state[:, None, :, None] > 0, a, other.dx)
     for a, other in zip((dq, dk), without_state, strict=True)
@@ -403,8 +410,7 @@ def finished(
     total = of_token(found_q.turned), of_token(found_k.turned)
   q, k = (power * rounded(a, BFLOAT16).reshape(batch, time, heads, -1, a.shape[-1]) for a in (x.q, x.keys.plain))
   by_pair = torque(q, dq.reshape(q.shape)), torque(k, dk.reshape(k.shape))
-  found = Pulls((of_token(found_q.pulled), -of_token(found_k.pulled)), by_pair, total)
-  return found_q.given.reshape(batch, time, heads, group, -1), found_k.given, found
+  return *given, Pulls(pulled, by_pair, total)
 
 
 def rounded(x: Array, bits: tuple[int, int]) -> Array:

@@ -39,6 +39,7 @@ from kernels_pallas.gpu.tiles import (
   place_in_grid,
   shared,
   varying_as,
+  wait_for_all,
   wait_if,
 )
 from kernels_pallas.weights import LOG2E, raised, slope
@@ -67,19 +68,20 @@ class Ends(NamedTuple):
 class Gradients(NamedTuple):
   """Cotangents, but for the factor p of dq and dk.
 
-  If keys came as they were given, dk is finished: p times as much, in their dtype, with the sums of k . dk beside it.
+  If keys came as they were given dk is finished, p times as much and in their dtype; and dq is times their unit, so
+  that it is of one size whatever theirs is.
   """
 
   q: Float[Array, "B T Hq d"]
   k: Float[Array, "B T H d"]  # of the plain keys
   v: BFloat16[Array, "B T H dv"]
-  pulled: Float[Array, "B H T"] | None = None
+  pulled: Float[Array, "B H T"] | None = None  # k . dk, but for p, if dk is finished
 
 
 def backward(
   rows: Rows, keys: Keys, ends: Ends, v: BFloat16[Array, "B T H dv"], *, power: int, interpret: Any = None
 ) -> Gradients:
-  """The cotangents of q, of the plain keys, and of v."""
+  """The cotangents of q, of the plain keys or of those that were given, and of v."""
   of_keys, of_values = (-(-width // 64) for width in (rows.q.shape[-1], v.shape[-1]))
 
   def gradients(part: int) -> Gradients:
@@ -113,7 +115,7 @@ def _backward(
   k_wide, v_wide = min(head_dim, 64), min(value_dim, 64)
   wide = head_dim + value_dim > 128
   slots = 2 if wide else 4  # of queries, by units
-  given = keys.plain.dtype == half  # keys, and queries but for a scale
+  as_given = keys.unit is not None  # keys, and queries but for a scale
   folding = keys.folded is not None
   folded = 0 if wide or not folding else 1  # the place of folded keys: that of plain ones, or the next
   ours = [pl.ds(min(part * 64, all_of - some), some) for all_of, some in ((head_dim, k_wide), (value_dim, v_wide))]
@@ -154,10 +156,10 @@ def _backward(
       token = n * TILE + thread * ROWS
 
       def rounded_q(slot):
-        return q_smem.at[slot, :, ours[0]] if given else rounded_q_smem.at[slot]
+        return q_smem.at[slot, :, ours[0]] if as_given else rounded_q_smem.at[slot]
 
       def rounded_k(w):
-        return k_smem.at[0, w, :, ours[0]] if given else rounded_k_smem.at[w]
+        return k_smem.at[0, w, :, ours[0]] if as_given else rounded_k_smem.at[w]
 
       def multiply(sums, left, right):
         if staging:  # the interpreter's wgmma takes no operand from registers
@@ -178,7 +180,7 @@ def _backward(
 
       def hand_over(dq, buffer):
         """To the warpgroup that adds it to memory. Only when `dq_freed` was seen for the visit before."""
-        dq_smem[buffer, thread] = dq
+        dq_smem[buffer, thread] = dq if of_keys is None else dq * of_keys
         plgpu.commit_smem()
         plgpu.barrier_arrive(dq_filled)
 
@@ -205,8 +207,8 @@ def _backward(
             if late:
               wait_if(number > 1, dq_freed)
               hand_over(dq[0], 1 - buffer)
-            given = plgpu.load(scale_smem.at[slot], layout=WGMMA.reduce(0))
-            scale, fold = weigh(fetched, given, unit, s.shape)
+            scales = plgpu.load(scale_smem.at[slot], layout=WGMMA.reduce(0))
+            scale, fold = weigh(fetched, scales, unit, s.shape)
             slopes = slope(s, scale, power)
             weights = (slopes * s).astype(half)
             ds = slopes * (dp - across(plgpu.load(delta_smem.at[slot], layout=WGMMA.reduce(0)), s.shape))
@@ -228,9 +230,12 @@ def _backward(
       here = pl.ds(token, ROWS)
       pull = plgpu.load(keys_ref.pull.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
       fold = plgpu.load(keys_ref.fold.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
+      if not folding:  # scores are not: their powers are
+        fold = raised(fold, power)
+      of_keys = keys_ref.unit[b, kv] if as_given else None
       end = [ends_ref.total[piece, b, kv, n] for piece in range(2)]
       plgpu.barrier_wait(k_filled)
-      if not given:
+      if not as_given:
         mine = plgpu.load(k_smem.at[0, thread, :, ours[0]], layout=WGMMA, optimized=False)
         rounded_k_smem[thread] = mine.astype(half)
         plgpu.commit_smem()
@@ -247,7 +252,7 @@ def _backward(
         scale = across(discounted * discount, shape)
         if folding:
           return scale, down(fold, shape)
-        return scale * down(raised(fold, power), shape), None
+        return scale * down(fold, shape), None
 
       # In registers: shared memory is busier than the matrix unit.
       values = v_smem.at[thread]
@@ -280,7 +285,7 @@ def _backward(
       hand_over(last_dq, buffer)
       plgpu.barrier_wait(dq_freed)
       dk_smem = dq_smem.at[0, thread]
-      if given:
+      if as_given:
         dk_smem = k_smem.at[0, thread] if head_dim == k_wide else ds_smem.at[0, 0, thread]
         mine = plgpu.load(k_smem.at[0, thread, :, ours[0]], layout=WGMMA, optimized=False)
         pulled_ref[0][b, kv, here] = (mine.astype(f32) * dk).sum(axis=1)
@@ -313,7 +318,7 @@ def _backward(
               (scale_ref.at[b, head, at], scale_smem),
               (rows_ref.delta.at[b, head, at], delta_smem),
             ]
-            if not given:
+            if not as_given:
               sources.append((rows_ref.rounded.at[b, at, head, ours[0]], rounded_q_smem))
             for source, target in sources:
               plgpu.copy_gmem_to_smem(source, target.at[slot], q_filled.at[slot])
@@ -331,12 +336,7 @@ def _backward(
         load_keys(keys_ref.folded, k_smem.at[folded], folded_filled)
       visit_far(load_queries(rows_ref.discounted))
 
-      def settle(visited, none):  # leave no arrival unseen
-        plgpu.barrier_wait(q_freed.at[lax.rem(visited, jnp.int32(slots))])
-        return none
-
-      units = visits * _UNITS
-      lax.fori_loop(jnp.maximum(units - slots, 0), units, settle, None)
+      wait_for_all(q_freed, visits * _UNITS)
 
     @pl.when(thread == 3)
     def add():
@@ -379,10 +379,10 @@ def _backward(
   unused = plgpu.SMEM((1,), f32)
   scratch = [
     shared((1 + folded, 2, ROWS, head_dim), rows.q.dtype),
-    unused if given else shared((2, ROWS, k_wide), half),
+    unused if as_given else shared((2, ROWS, k_wide), half),
     shared((2, ROWS, value_dim), half),
     shared((slots, ROWS, head_dim), rows.q.dtype),
-    unused if given else shared((slots, ROWS, k_wide), half),
+    unused if as_given else shared((slots, ROWS, k_wide), half),
     shared((slots, ROWS, value_dim), half),
     plgpu.SMEM((slots, ROWS), f32),
     plgpu.SMEM((slots, ROWS), f32),
@@ -390,7 +390,7 @@ def _backward(
     plgpu.Barrier(num_arrivals=4),
     plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=2),
-    plgpu.Barrier(num_arrivals=4 if given else 5, num_barriers=slots),
+    plgpu.Barrier(num_arrivals=4 if as_given else 5, num_barriers=slots),
     plgpu.Barrier(num_arrivals=2, num_barriers=slots),
     *(plgpu.Barrier(num_arrivals=2),) * 2,
     plgpu.Barrier(num_arrivals=1),
@@ -400,10 +400,10 @@ def _backward(
   dq_shape = (batch, time, query_heads, k_wide)
   outputs = [
     jax.ShapeDtypeStruct(dq_shape, f32),
-    jax.ShapeDtypeStruct((batch, time, heads, k_wide), half if given else f32),
+    jax.ShapeDtypeStruct((batch, time, heads, k_wide), half if as_given else f32),
     jax.ShapeDtypeStruct((batch, time, heads, v_wide), half),
   ]
-  if given:
+  if as_given:
     outputs.append(jax.ShapeDtypeStruct((batch, heads, time), f32))
   leaves, structure = jax.tree.flatten((rows, keys, ends, v))
   # Out of order each tile of keys leaves its own dq.

@@ -31,6 +31,7 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 from kernels_pallas.gpu.tiles import (
   IN_TILE,
   LOADING_REGISTERS,
+  MULTIPROCESSORS,
   REGISTERS,
   ROWS,
   TILE,
@@ -123,7 +124,8 @@ def forward(
   folding = keys.folded is not None
   # Two places for a block: the second one's queries come, and the first one's outputs go, beside other work.
   narrow = jnp.dtype(dtype).itemsize == 2
-  places = 2 if not folding and carried is None and narrow and tiles % 2 == 0 else 1
+  fills = tiles // 2 * batch * query_heads >= MULTIPROCESSORS
+  places = 2 if not folding and carried is None and narrow and tiles % 2 == 0 and fills else 1
   again = pairs - 1 if folding else 0  # tiles of queries whose own keys come discounted, too
 
   def kernel(*refs):
@@ -139,14 +141,15 @@ def forward(
     kv = lax.div(head, jnp.int32(group))
     states = unless_stateless(1, None if carried is None else carried_refs.has_state, b, kv)
 
-    def place(number, n, start):
+    def place_of(number, n, start):
       tile = n * pairs
       first = keys_ref.first[b, kv, tile]
       plain = start + (tile - first + again) * IN_TILE
       return _Place(number, tile * TILE, tile, first, start, plain, plain + pairs * IN_TILE)
 
-    late = place(0, n if places == 1 else tiles - 1 - n, jnp.int32(0))
-    in_order = [late] if places == 1 else [late, place(1, n, late.stop)]
+    late = place_of(0, n if places == 1 else tiles - 1 - n, jnp.int32(0))
+    in_order = [late] if places == 1 else [late, place_of(1, n, late.stop)]
+    unit: Any = None if keys.unit is None else keys_ref.unit[b, kv]
 
     def slot_of(j):
       return lax.rem(j, jnp.int32(slots))
@@ -158,7 +161,7 @@ def forward(
       rows, queries = pl.ds(place.token + thread * ROWS, ROWS), q_smem.at[mine]
       accumulator = plgpu.ACC((ROWS, value_dim), f32)
       plgpu.barrier_wait(q_filled.at[place.number])
-      if keys.unit is not None:
+      if unit is not None:
         scale_queries(queries, rows)
 
       def free(freed, j):
@@ -281,7 +284,7 @@ def forward(
       inverse = jnp.where(found, 1.0 / jnp.where(found, normaliser, 1.0), 0.0)
       y = total * down(inverse, total.shape)
       high = rounded(y, dtype)
-      if outputs.scaled is not None:  # whose queries are still being written from where y goes
+      if outputs.scaled is not None:  # queries may still be on their way from where y goes
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       here = y_smem.at[mine if in_place else thread]
       here[...] = high
@@ -300,11 +303,11 @@ def forward(
       """Such that the largest coordinate of each is between 1/2 and 1, times the unit."""
       x = plgpu.load(queries, layout=WGMMA, optimized=False).astype(f32)
       scale, exponent = power_of_two(jnp.abs(x).max(axis=1), 0)
-      queries[...] = (x * down(scale, x.shape) * keys_ref.unit[b, kv]).astype(q.dtype)
-      outputs.exponent[b, head, rows] = exponent
+      queries[...] = (x * down(scale, x.shape) * unit).astype(q.dtype)
       plgpu.commit_smem()
       if outputs.scaled is not None:
         plgpu.copy_smem_to_gmem(queries, outputs.scaled.at[b, rows, head])
+        outputs.exponent[b, head, rows] = exponent
 
     @pl.when(thread < computing)
     def _():
@@ -354,12 +357,13 @@ def forward(
   of_q: Any = jax.ShapeDtypeStruct(q.shape, q.dtype)
   by_token: Any = jax.ShapeDtypeStruct((batch, time, query_heads, value_dim), dtype)
   by_head: Any = jax.ShapeDtypeStruct((batch, query_heads, time), f32)
+  scaling = keys.unit is not None and save_low
   outputs = Outputs(
     high=by_token,
     low=by_token.update(dtype=jnp.bfloat16) if save_low else None,
     normaliser=by_head,
-    scaled=None if keys.unit is None or not save_low else of_q,
-    exponent=None if keys.unit is None else by_head.update(dtype=jnp.int32),
+    scaled=of_q if scaling else None,
+    exponent=by_head.update(dtype=jnp.int32) if scaling else None,
   )
   # A warpgroup's outputs where its queries were.
   in_place = interpret is None and head_dim == value_dim and narrow

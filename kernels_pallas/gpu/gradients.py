@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float16, Int
+from jaxtyping import Array, Float, Int
 
 from kernels_pallas.gpu.angles import Angles, along, quarter_turn, radians
 from kernels_pallas.gpu.tiles import (
@@ -58,7 +58,7 @@ class _Rotation(NamedTuple):
 
 
 def gradients(
-  x: Float16[Array, "B T H d"],
+  x: Float[Array, "B T H d"],
   dx: Float[Array, "B T H d"],
   factor: Float[Array, "B H T"],
   dtype: DTypeLike,
@@ -71,10 +71,11 @@ def gradients(
 ) -> Gradients:
   """Those of what was given in `dtype`. Several heads of x may share those of the angles, and of a unit.
 
-  What was given is x divided by `unit`, besides its factor: one number might not hold both.
+  With a `unit`, a power of two, x is times that, and dx, which would be over it, is not.
   """
   batch, time, heads, head_dim = x.shape
-  group = heads // (heads if angles is None else angles.since.shape[1])
+  sources = angles.since if angles is not None else unit
+  group = 1 if sources is None else heads // sources.shape[1]
   parts, shape, f32, bf16 = head_dim // WIDTH, (ROWS, WIDTH), jnp.float32, jnp.bfloat16
   sums = 1 if angles is None else 2
 
@@ -104,6 +105,7 @@ def gradients(
     # While the vectors are on their way.
     factors = tile.by_token(factor_ref.at[b, head])
     turns: Any = None if rotation is None else along(rotation.angles, tile)
+    over = None if unit is None else 1.0 / unit_ref[b, tile.source]
     plgpu.barrier_wait(filled)
 
     def work(part, so_far):
@@ -127,13 +129,12 @@ def gradients(
 
       x = plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
       dx = plgpu.load(dx_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
-      found = [(rounded(x, bf16).astype(f32) * dx).sum(axis=1)]
+      exact = rounded(x, bf16).astype(f32)
+      found = [((exact if over is None else exact * over) * dx).sum(axis=1)]
       given = dx
       if rotation is not None:
         found.append(pl.run_scoped(turned_by, plgpu.ACC(shape, f32)))
         given = pl.run_scoped(unrotated, plgpu.ACC(shape, f32))
-      if unit is not None:
-        given = given * unit_ref[b, lax.div(head, jnp.int32(heads // unit.shape[1]))]
       out_smem[part] = (given * down(factors, shape)).astype(dtype)
       return tuple(map(jnp.add, so_far, found))
 
