@@ -230,7 +230,7 @@ def _backward(
       here = pl.ds(token, ROWS)
       pull = plgpu.load(keys_ref.pull.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
       fold = plgpu.load(keys_ref.fold.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
-      if not folding:  # scores are not: their powers are
+      if not folding:  # then it is not keys that are discounted, but the p-th powers of their scores
         fold = raised(fold, power)
       of_keys = keys_ref.unit[b, kv] if as_given else None
       end = [ends_ref.total[piece, b, kv, n] for piece in range(2)]
