@@ -130,7 +130,9 @@ def test_kernels_with_discounted_copies_of_keys_are_right_on_the_chip(d, power, 
 @pytest.mark.parametrize(
   "sizes",
   [
-    {"T": 1024, "B": 40, "H": 1, "groups": 2, "d": 64, "dv": 64},  # so many rows that a block has two places
+    {"T": 1024, "B": 40, "H": 1, "groups": 2, "d": 64, "dv": 64},  # so many rows that a block has places by turns
+    {"T": 700, "B": 60, "H": 1, "d": 64, "dv": 64},  # an odd number of them in a row
+    {"T": 600, "B": 40, "H": 1, "groups": 2, "d": 128, "dv": 128},
     {"T": 1300, "B": 1, "H": 2, "d": 64, "dv": 64, "power": 6},
     {"T": 1024, "B": 40, "H": 2, "d": 64, "dv": 32, "power": 4},
     {"T": 700, "B": 1, "H": 1, "groups": 2, "d": 128, "dv": 128},
@@ -143,6 +145,12 @@ def test_tokens_as_they_were_given_are_right_on_the_chip(sizes):
   test_kernels_are_right_on_the_chip(
     Case(**sizes, gate="weak", rotation="none", dtype="bfloat16", entry="attention"),
   )
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rotated_places_by_turns_are_right_on_the_chip(dtype):
+  test_kernels_are_right_on_the_chip(Case(T=900, B=30, H=2, d=64, dv=64, gate="weak", dtype=dtype, entry="attention"))
 
 
 @gpu
@@ -243,7 +251,7 @@ INTERPRETED_CHUNKS = [
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
 @pytest.mark.usefixtures("no_races")
 def test_kernels_are_right_in_the_interpreter_and_race_free(case, monkeypatch):
-  monkeypatch.setattr(attention_forward, "MULTIPROCESSORS", 1)  # so that a block has two places
+  monkeypatch.setattr(attention_forward, "MULTIPROCESSORS", 1)  # so that a block has several places
   x, rest = inputs(case)
   run = attend(case, plgpu.InterpretGPUParams(detect_races=True))
   results = comparing.with_gradients(lambda x: run(x, rest), x, cotangents(case))

@@ -10,8 +10,9 @@ their keys' discounts instead, and queries can come as they were given.
 
     4 warpgroups   64 queries each (2, if heads are wide): while one raises scores, others have products under way
     the last one   loads
-    grid           one or two tiles of queries each, those that see most keys first; of short sequences two such places,
-                   an early one after a late one, whose queries come while the late one's are still at work
+    grid           one or two tiles of queries each, those that see most keys first; of short sequences a block for each
+                   multiprocessor, which takes such places by turns, early ones after late ones: a place's queries
+                   come while those before it are still at work
 
 Products of scores and values have bfloat16 operands, for weights span many powers of ten; scores have float16 ones,
 because the power multiplies their rounding, and the inputs are scaled so that they fit, or bfloat16 ones as they were
@@ -91,13 +92,21 @@ class _Place(NamedTuple):
   keys that the kernel discounts come once.
   """
 
-  number: int  # the first of the block, or the second
-  token: Int[Array, ""]  # the first of its queries
-  tile: Int[Array, ""]  # theirs
+  room: Int[Array, ""]  # where its queries lie
+  b: Int[Array, ""]
+  head: Int[Array, ""]
+  kv: Int[Array, ""]
+  tile: Int[Array, ""]  # the first of its queries'
   first: Int[Array, ""]
   start: Int[Array, ""]  # blocks of keys: the first of all, the first of the queries' own, and the end
   plain: Int[Array, ""]
   stop: Int[Array, ""]
+  unit: Float[Array, ""] | None
+
+  @property
+  def token(self) -> Int[Array, ""]:
+    """The first of its queries."""
+    return self.tile * TILE
 
 
 def forward(
@@ -122,10 +131,12 @@ def forward(
   wide = value_dim > 64  # there is no room for what wide heads carry
   f32 = jnp.float32
   folding = keys.folded is not None
-  # Two places for a block: the second one's queries come, and the first one's outputs go, beside other work.
-  narrow = jnp.dtype(dtype).itemsize == 2
-  fills = tiles // 2 * batch * query_heads >= MULTIPROCESSORS
-  places = 2 if not folding and carried is None and narrow and tiles % 2 == 0 and fills else 1
+  # Many places for a block: the next one's queries come, and the last one's outputs go, beside other work. There is
+  # room for that if outputs have 16 bits. A late place and an early one together are always as much.
+  narrow, together = jnp.dtype(dtype).itemsize == 2, 2 - tiles % 2
+  places = batch * query_heads * tiles
+  by_turns = not folding and carried is None and narrow and places // together >= MULTIPROCESSORS
+  blocks, rooms = (MULTIPROCESSORS, 2) if by_turns else (places, 1)
   again = pairs - 1 if folding else 0  # tiles of queries whose own keys come discounted, too
 
   def kernel(*refs):
@@ -134,35 +145,70 @@ def forward(
     outputs, scratch = jax.tree.unflatten(out_structure, refs[len(leaves) : found]), refs[found:]
     (q_smem, y_smem), k_smem, fold_smem, v_smem, low_smem, normaliser_smem, *others = scratch
     carried_smem, weight_smem, gate_smem, pull_smem, *barriers = others
-    q_filled, carried_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
+    q_filled, q_freed, carried_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
-    row, n = place_in_grid(item, batch * query_heads, tiles // places)
-    b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
-    kv = lax.div(head, jnp.int32(group))
-    states = unless_stateless(1, None if carried is None else carried_refs.has_state, b, kv)
 
-    def place_of(number, n, start):
-      tile = n * pairs
-      first = keys_ref.first[b, kv, tile]
-      plain = start + (tile - first + again) * IN_TILE
-      return _Place(number, tile * TILE, tile, first, start, plain, plain + pairs * IN_TILE)
+    def where(turn):
+      """The sequence, head and tile of this block's place."""
+      if not by_turns:
+        row, n = place_in_grid(item, batch * query_heads, tiles)
+      else:
+        turn, early = (f(turn, jnp.int32(together)) for f in (lax.div, lax.rem))
+        row, n = place_in_grid(item + turn * blocks, batch * query_heads, tiles // together)
+        if together == 2:
+          n = jnp.where(early > 0, n, tiles - 1 - n)
+      return *(f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem)), n * pairs
 
-    late = place_of(0, n if places == 1 else tiles - 1 - n, jnp.int32(0))
-    in_order = [late] if places == 1 else [late, place_of(1, n, late.stop)]
-    unit: Any = None if keys.unit is None else keys_ref.unit[b, kv]
+    def ahead(turn):
+      """What a place needs of memory before it begins."""
+      b, head, tile = where(turn)
+      kv = lax.div(head, jnp.int32(group))
+      return keys_ref.first[b, kv, tile], None if keys.unit is None else keys_ref.unit[b, kv]
+
+    def for_each_place(visit):
+      """Visits this block's places by turns; returns how many there were, and how many blocks of keys they had."""
+
+      def take(turn, start, found):
+        b, head, tile = where(turn)
+        first, unit = found
+        plain = start + (tile - first + again) * IN_TILE
+        stop, room = plain + pairs * IN_TILE, lax.rem(turn, jnp.int32(rooms))
+        visit(turn, _Place(room, b, head, lax.div(head, jnp.int32(group)), tile, first, start, plain, stop, unit))
+        return stop
+
+      if not by_turns:
+        return jnp.int32(1), take(jnp.int32(0), jnp.int32(0), ahead(jnp.int32(0)))
+
+      def one(turn, so_far):
+        start, found = so_far
+        of_next = ahead(jnp.minimum(turn + 1, turns - 1))
+        return take(turn, start, found), of_next
+
+      turns = together * lax.div(places // together - item + blocks - 1, jnp.int32(blocks))
+      stop, _ = lax.fori_loop(0, turns, one, (jnp.int32(0), ahead(jnp.int32(0))))
+      return turns, stop
 
     def slot_of(j):
       return lax.rem(j, jnp.int32(slots))
 
-    def compute(place):
+    def compute(turn, place):
+      b, head, kv = place.b, place.head, place.kv
       pair, second = (f(thread, jnp.int32(2)) for f in (lax.div, lax.rem))
       first, tile, near = place.first, place.tile + pair, place.plain + pair * IN_TILE
-      mine = place.number * computing + thread
+      mine = place.room * computing + thread
       rows, queries = pl.ds(place.token + thread * ROWS, ROWS), q_smem.at[mine]
       accumulator = plgpu.ACC((ROWS, value_dim), f32)
-      plgpu.barrier_wait(q_filled.at[place.number])
-      if unit is not None:
-        scale_queries(queries, rows)
+      plgpu.barrier_wait(q_filled.at[place.room])
+      if place.unit is not None:
+        exponent = scale_queries(place, queries)
+
+      @pl.when(turn > 0)
+      def _():
+        leave(lax.rem(turn - 1, jnp.int32(rooms)))
+
+      if place.unit is not None and outputs.scaled is not None:
+        plgpu.copy_smem_to_gmem(queries, outputs.scaled.at[b, rows, head])
+        outputs.exponent[b, head, rows] = exponent
 
       def free(freed, j):
         plgpu.barrier_arrive(freed.at[slot_of(j)])
@@ -231,12 +277,14 @@ def forward(
         return normaliser, decay_of_next
 
       def near_block(block, normaliser, sums, masked):
-        j, first_key = near + block, (place.number * pairs + pair) * TILE + block * ROWS
+        j, first_key = near + block, (place.room * pairs + pair) * TILE + block * ROWS
         s = scores(j)
         pull = plgpu.load(pull_smem.at[pl.ds(first_key, ROWS)], layout=WGMMA.reduce(0), optimized=False)
         exponent = down(gate, s.shape) - across(pull, s.shape)
         if masked:
-          seen = index(s.shape, 1, jnp.int32(0)) <= index(s.shape, 0, jnp.int32(0))
+          # By tokens of the sequence, or what is the same for all places would be held in registers.
+          own = place.token + thread * ROWS
+          seen = index(s.shape, 1, own) <= index(s.shape, 0, own)
           exponent = jnp.where(seen, exponent, -jnp.inf)
         weights = rounded(even_power(s, power) * jnp.exp2(exponent), v.dtype)
         plgpu.barrier_wait(v_filled.at[slot_of(j)])
@@ -252,7 +300,7 @@ def forward(
         if staging:
           sums[...] = jnp.zeros(sums.shape, f32)
         normaliser = plgpu.layout_cast(jnp.zeros((ROWS, 8), f32), WGMMA)
-        carry = normaliser, keys_ref.decay[b, kv, first]
+        carry = normaliser, f32(1)  # of nothing so far
         normaliser, _ = lax.fori_loop(0, tile - first, lambda i, carry: far_tile(first + i, carry, sums), carry)
         if again:
           pass_by(place.start + (tile - first) * IN_TILE, near)
@@ -279,6 +327,7 @@ def forward(
       if carried is not None and carried.has_state is None:
         total, normaliser = add_state(0, (total, normaliser))
       elif carried is not None:
+        states = unless_stateless(1, carried_refs.has_state, b, kv)
         total, normaliser = lax.fori_loop(0, states, add_state, (total, normaliser))
       found = normaliser > SMALLEST
       inverse = jnp.where(found, 1.0 / jnp.where(found, normaliser, 1.0), 0.0)
@@ -296,34 +345,38 @@ def forward(
       plgpu.copy_smem_to_gmem(normaliser_smem.at[thread], outputs.normaliser.at[b, head, rows])
       if save_low:
         plgpu.copy_smem_to_gmem(low_smem.at[thread], outputs.low.at[b, rows, head])
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       pass_by(near + second + 1, place.stop)
 
-    def scale_queries(queries, rows):
+    def leave(room):
+      """When all outputs are on their way from there, and that was a while ago."""
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      plgpu.barrier_arrive(q_freed.at[room])
+
+    def scale_queries(place, queries):
       """Such that the largest coordinate of each is between 1/2 and 1, times the unit."""
       x = plgpu.load(queries, layout=WGMMA, optimized=False).astype(f32)
       scale, exponent = power_of_two(jnp.abs(x).max(axis=1), 0)
-      queries[...] = (x * down(scale, x.shape) * unit).astype(q.dtype)
+      queries[...] = (x * down(scale, x.shape) * place.unit).astype(q.dtype)
       plgpu.commit_smem()
-      if outputs.scaled is not None:
-        plgpu.copy_smem_to_gmem(queries, outputs.scaled.at[b, rows, head])
-        outputs.exponent[b, head, rows] = exponent
+      return exponent
 
     @pl.when(thread < computing)
     def _():
       plgpu.set_max_registers(REGISTERS[computing], action="increase")
-      for place in in_order:
-        compute(place)
+      turns, _ = for_each_place(compute)
+      leave(lax.rem(turns - 1, jnp.int32(rooms)))
 
     def load_queries(place):
-      filled, tokens = q_filled.at[place.number], TILE * pairs
-      here = pull_smem.at[pl.ds(place.number * tokens, tokens)]
+      b, head, kv = place.b, place.head, place.kv
+      filled, tokens = q_filled.at[place.room], TILE * pairs
+      here = pull_smem.at[pl.ds(place.room * tokens, tokens)]
       plgpu.copy_gmem_to_smem(keys_ref.pull.at[b, kv, pl.ds(place.token, tokens)], here, filled)
       for w in range(computing):
-        rows, of_place = pl.ds(place.token + w * ROWS, ROWS), place.number * computing + w
+        rows, of_place = pl.ds(place.token + w * ROWS, ROWS), place.room * computing + w
         plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[of_place], filled)
         plgpu.copy_gmem_to_smem(keys_ref.gate.at[b, kv, rows], gate_smem.at[of_place], filled)
         if carried is not None:
+          states = unless_stateless(1, carried_refs.has_state, b, kv)
 
           @pl.when(states > 0)
           def _(w=w, rows=rows):
@@ -331,7 +384,9 @@ def forward(
             if not wide:
               plgpu.copy_gmem_to_smem(carried_refs.numerator.at[b, rows, head], carried_smem.at[w], carried_filled)
 
-    def load_keys(start, stop, source, first_tile):
+    def load_keys(place, start, stop, source, first_tile):
+      b, kv = place.b, place.kv
+
       def load(j, none):
         slot, rows = slot_of(j), pl.ds((first_tile * IN_TILE + j - start) * ROWS, ROWS)
         wait_if(j >= slots, k_freed.at[slot])
@@ -344,15 +399,19 @@ def forward(
 
       lax.fori_loop(start, stop, load, None)
 
+    def load(turn, place):
+      wait_if(turn >= rooms, q_freed.at[place.room])
+      load_queries(place)
+      load_keys(place, place.start, place.plain, keys_ref.folded if folding else keys_ref.plain, place.first)
+      load_keys(place, place.plain, place.stop, keys_ref.plain, place.tile)
+
     @pl.when(thread == computing)
     def _():
       plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
-      for place in in_order:
-        load_queries(place)
-        load_keys(place.start, place.plain, keys_ref.folded if folding else keys_ref.plain, place.first)
-        load_keys(place.plain, place.stop, keys_ref.plain, place.tile)
-      wait_for_all(k_freed, in_order[-1].stop)
-      wait_for_all(v_freed, in_order[-1].stop)
+      turns, blocks_of_keys = for_each_place(load)
+      wait_for_all(q_freed, turns)
+      wait_for_all(k_freed, blocks_of_keys)
+      wait_for_all(v_freed, blocks_of_keys)
 
   of_q: Any = jax.ShapeDtypeStruct(q.shape, q.dtype)
   by_token: Any = jax.ShapeDtypeStruct((batch, time, query_heads, value_dim), dtype)
@@ -367,8 +426,8 @@ def forward(
   )
   # A warpgroup's outputs where its queries were.
   in_place = interpret is None and head_dim == value_dim and narrow
-  q_memory = shared((places * computing, ROWS, head_dim), q.dtype)
-  y_memory = shared((places * computing if in_place else computing, ROWS, value_dim), dtype)
+  q_memory = shared((rooms * computing, ROWS, head_dim), q.dtype)
+  y_memory = shared((rooms * computing if in_place else computing, ROWS, value_dim), dtype)
   staging = (
     [] if interpret is None else [shared((computing, ROWS, n), t) for n, t in ((ROWS, v.dtype), (value_dim, f32))]
   )
@@ -383,9 +442,10 @@ def forward(
     plgpu.SMEM((computing, ROWS), f32),
     unused if carried is None or wide else shared((computing, ROWS, value_dim), carried.numerator.dtype),
     plgpu.SMEM((computing, ROWS), f32),
-    plgpu.SMEM((places * computing, ROWS), f32),
-    plgpu.SMEM((places * TILE * pairs,), f32),
-    plgpu.Barrier(num_arrivals=1 + 2 * computing, num_barriers=places),
+    plgpu.SMEM((rooms * computing, ROWS), f32),
+    plgpu.SMEM((rooms * TILE * pairs,), f32),
+    plgpu.Barrier(num_arrivals=1 + 2 * computing, num_barriers=rooms),
+    plgpu.Barrier(num_arrivals=computing, num_barriers=rooms),
     plgpu.Barrier(num_arrivals=computing if wide else 2 * computing),
     plgpu.Barrier(num_barriers=slots),
     freed,
@@ -399,7 +459,7 @@ def forward(
     kernel,
     out_type=out_leaves,
     scratch_types=scratch,
-    grid=(tiles // places * batch * query_heads,),
+    grid=(blocks,),
     grid_names=("block",),
     num_threads=computing + 1,
     thread_name="thread",
