@@ -19,24 +19,24 @@ T, H, G, D = 2 * ROWS, 1, 2, 64
 INTERPRETED = plgpu.InterpretGPUParams()
 
 
-def make(seed, start):
+def make(seed, start, time=T):
   """Vectors of two heads that share their angles, those angles as kernels take them, and in float64 radians."""
   random = np.random.default_rng(seed)
-  x = jnp.asarray(random.normal(size=(1, T, H * G, D)), jnp.bfloat16)
+  x = jnp.asarray(random.normal(size=(1, time, H * G, D)), jnp.bfloat16)
   # From far along, so that a float32 total would not do.
-  beta = jnp.asarray(random.uniform(0.5, 2.0, size=(1, T, H)).astype(np.float32)).at[0, ROWS // 2].add(1e6)
+  beta = jnp.asarray(random.uniform(0.5, 2.0, size=(1, time, H)).astype(np.float32)).at[0, ROWS // 2].add(1e6)
   rates = csympow.rotary_rates(D, 2**20)
   starts, initial = None, None
   if start:  # a state's phase, that counts until another document begins
-    starts = jnp.zeros((1, T), bool).at[0, T // 2 + 5].set(True)
+    starts = jnp.zeros((1, time), bool).at[0, time // 2 + 5].set(True)
     initial = jnp.asarray(random.uniform(size=(1, H, D // 2)), jnp.float32)
-  phases = rotation.factors(beta, rates, (1, T, H), starts=starts, initial=initial)
+  phases = rotation.factors(beta, rates, (1, time, H), starts=starts, initial=initial)
   angles = rotating.angles(rotating.Rotation(None, None, rates, phases))
   total = np.cumsum(np.asarray(beta, np.float64), axis=1)
-  first = np.zeros((1, T, H, D // 2))
+  first = np.zeros((1, time, H, D // 2))
   if start:
-    late = np.arange(T) >= T // 2 + 5
-    total[:, late] -= total[:, T // 2 + 4]
+    late = np.arange(time) >= time // 2 + 5
+    total[:, late] -= total[:, time // 2 + 4]
     first = np.where(late[:, None, None], 0.0, 2 * np.pi * np.asarray(initial, np.float64)[:, None])
   return x, angles, np.repeat(first + total[..., None] * np.asarray(rates, np.float64), G, axis=2)
 
@@ -90,6 +90,17 @@ def test_only_heads_that_are_wanted_are_copied():
   np.testing.assert_array_equal(found[:, :, 1], everything[:, :, 1])
   np.testing.assert_array_equal(exponent[:, 1], exponents[:, 1])
   assert not np.array_equal(found[:, :, 0], everything[:, :, 0])  # but anything
+
+
+@pytest.mark.usefixtures("no_races")
+def test_tiles_that_a_block_takes_one_after_another_are_those_of_a_block_each(monkeypatch):
+  x, angles, _ = make(9, start=True, time=4 * ROWS)
+  wanted = [Copy(jnp.float16), Copy(jnp.bfloat16, time_last=True)]
+  how = {"room": 1, "angles": angles, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
+  each = copies(x, wanted, **how)
+  monkeypatch.setattr("kernels_pallas.gpu.copies.MULTIPROCESSORS", 0)  # then no number of blocks is too small
+  for one, other in zip(each, copies(x, wanted, **how), strict=True):
+    np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("rotated", [False, True])

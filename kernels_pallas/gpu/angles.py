@@ -6,11 +6,13 @@ of ones and minus ones, which is exact.
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from kernels_pallas.gpu.tiles import ROWS, WIDTH, TokenTile, across, by_coordinate, down
+
+_WHOLE = 1.5 * 2**23  # added to a number and taken away again it leaves a whole one
 
 
 class Angles(NamedTuple):
@@ -29,16 +31,18 @@ class Angles(NamedTuple):
 class Along(NamedTuple):
   """What of `Angles` belongs to the tokens of a tile, loaded."""
 
+  first: list[Array]  # by parts, or nothing yet
   since: Array
   rest: Array
   same: Array | None
 
 
-def along(angles: Any, tile: TokenTile) -> Along:
-  """From references to `Angles`."""
+def along(angles: Any, tile: TokenTile, parts: int = 0) -> Along:
+  """From references to `Angles`; those of as many parts of a head already."""
   place = tile.b, tile.source
+  first = [by_coordinate(angles.first.at[*place, tile.number], part) for part in range(parts)]
   since, rest = (tile.by_token(angles.since.at[*place, n]) for n in range(2))
-  return Along(since, rest, None if angles.same is None else tile.by_token(angles.same.at[*place]))
+  return Along(first, since, rest, None if angles.same is None else tile.by_token(angles.same.at[*place]))
 
 
 def radians(angles: Any, at: Along, tile: TokenTile, part: Any) -> Float[Array, "rows columns"]:
@@ -47,10 +51,13 @@ def radians(angles: Any, at: Along, tile: TokenTile, part: Any) -> Float[Array, 
   since, rest = down(at.since, shape), down(at.rest, shape)
   cycles, of_cycles = (across(by_coordinate(angles.cycles.at[n], part), shape) for n in range(2))
   whole = since * cycles
-  first = across(by_coordinate(angles.first.at[tile.b, tile.source, tile.number], part), shape)
+  of_part = at.first[part] if at.first else by_coordinate(angles.first.at[tile.b, tile.source, tile.number], part)
+  first = across(of_part, shape)
   if at.same is not None:
     first = first * down(at.same, shape)
-  return ((whole - jnp.round(whole)) + (since * of_cycles + rest * (cycles + of_cycles) + first)) * (2 * np.pi)
+  # Less any whole number near it: by additions, for a rounding takes a unit as slow as that of sines and cosines.
+  part_of_turn = whole - (lax.optimization_barrier(whole + _WHOLE) - _WHOLE)
+  return (part_of_turn + (since * of_cycles + rest * (cycles + of_cycles) + first)) * (2 * np.pi)
 
 
 def quarter_turn() -> np.ndarray:

@@ -4,7 +4,8 @@ x_i    = R(angle_i) scale_i given_i         rounded to float16
 copy_i = factor_i x_i                       in a type of its own, by token or time last
 scale_i                                     given, or a power of two by which the largest coordinate is below 1
 
-grid              64 tokens of one head a block, of one warpgroup: a few coordinates after another
+grid              64 tokens of one head, a few times, a block of one warpgroup: a few coordinates after another, while
+                  the next tokens come
 """
 
 import functools
@@ -21,7 +22,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.gpu.angles import Angles, along, quarter_turn, radians
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, WIDTH, TokenTile, columns, down, power_of_two, shared, varying_as
+from kernels_pallas.gpu.tiles import (
+  MULTIPROCESSORS,
+  ROWS,
+  WGMMA,
+  WIDTH,
+  TokenTile,
+  columns,
+  down,
+  power_of_two,
+  shared,
+  varying_as,
+)
 
 
 class Copy(NamedTuple):
@@ -63,8 +75,12 @@ def copies(
   batch, time, heads, head_dim = x.shape
   group = 1 if angles is None else heads // angles.since.shape[1]
   parts, shape, f32 = head_dim // WIDTH, (ROWS, WIDTH), jnp.float32
-  # Blocks that find nothing to do take their time, too: where there may be many, each has several tiles.
-  tiles, several = time // ROWS, 1 if only is None else math.gcd(time // ROWS, 16)
+  tiles = time // ROWS
+  if only is not None:  # blocks that find nothing to do take their time, too
+    several = math.gcd(tiles, 16)
+  else:  # where blocks are many, and heads not so wide that the next tile would take the place of another block
+    several = math.gcd(tiles, 4) if batch * heads * tiles >= 32 * MULTIPROCESSORS and head_dim <= 64 else 1
+  slots = min(several, 2)
   exact_already = scale is None and room is None and angles is None
   assert scale is None or room is None
 
@@ -75,32 +91,48 @@ def copies(
   def kernel(x_ref, *refs):
     given = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + len(results)], refs[len(leaves) + len(results) :]
-    copy = functools.partial(copy_tile, x_ref, given, outputs, scratch)
-    if only is None:
-      copy(TokenTile.of_block(tiles, heads, group))
-    else:
-      first = TokenTile.of_block(tiles // several, heads, group)
-      many = several * given.only[first.b, first.head]
-      lax.fori_loop(0, many, lambda n, none: copy(first._replace(number=first.number * several + n)), None)
+    all_of_x, quarter_turn_smem, *out_smem, filled, quarter_turn_filled = scratch
+    first = TokenTile.of_block(tiles, heads, group, several)
+    many = jnp.int32(several) if only is None else several * given.only[first.b, first.head]
 
-  def copy_tile(x_ref, given, outputs, scratch, tile):
-    x_smem, quarter_turn_smem, *out_smem, filled = scratch
+    def fetch(n):
+      slot = lax.rem(n, jnp.int32(slots))
+      for part in range(parts):
+        plgpu.copy_gmem_to_smem(first.later(n).part(x_ref, part), all_of_x.at[slot, part], filled.at[slot])
+
+    def copy(n, none):
+      slot = lax.rem(n, jnp.int32(slots))
+
+      def wait():
+        plgpu.barrier_wait(filled.at[slot])
+        if angles is not None:
+          pl.when(n == 0)(lambda: plgpu.barrier_wait(quarter_turn_filled))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for copies of the tile before
+
+      pl.when(n + 1 < many)(lambda: fetch(n + 1))
+      copy_tile(given, outputs, all_of_x.at[slot], quarter_turn_smem, out_smem, first.later(n), wait)
+      return none
+
+    @pl.when(many > 0)
+    def _():
+      fetch(jnp.int32(0))
+      if angles is not None:
+        plgpu.copy_gmem_to_smem(given.quarter_turn, quarter_turn_smem, quarter_turn_filled)
+      lax.fori_loop(0, many, copy, None)
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+  def copy_tile(given, outputs, x_smem, quarter_turn_smem, out_smem, tile, wait):
     b, head, at = tile.b, tile.head, tile.rows
-    for part in range(parts):
-      plgpu.copy_gmem_to_smem(tile.part(x_ref, part), x_smem.at[part], filled)
-    if angles is not None:
-      plgpu.copy_gmem_to_smem(given.quarter_turn, quarter_turn_smem, filled)
-
     # While x is on its way.
     factors = [None if ref is None else tile.by_token(ref.at[b, head]) for ref in given.factors]
     scales = None if scale is None else tile.by_token(given.scale.at[b, head])
-    turns: Any = None if angles is None else along(given.angles, tile)
-    plgpu.barrier_wait(filled)
+    turns: Any = None if angles is None else along(given.angles, tile, parts)
+    wait()
     if room is not None:
       scales, exponent = power_of_two(largest(x_smem), room)
       outputs[-1][b, head, at] = exponent
 
-    def work(part, none):
+    def work(part):
       def rotated(turned):
         plgpu.wgmma(turned, x_smem.at[part], quarter_turn_smem)
         angle = radians(given.angles, turns, tile, part)
@@ -121,15 +153,14 @@ def copies(
         value = exact if factor is None else exact * down(factor, shape)
         target = smem.at[part].transpose((1, 0)) if copy.time_last else smem.at[part]
         target[...] = value.astype(copy.dtype)
-      return none
 
-    lax.fori_loop(0, jnp.int32(parts), work, None)
+    for part in range(parts):
+      work(part)
     plgpu.commit_smem()
     for copy, smem, out in zip(wanted, out_smem, outputs[: len(wanted)], strict=True):
       for part in range(parts):
         to = out.at[b, head, columns(part), at] if copy.time_last else tile.part(out, part)
         plgpu.copy_smem_to_gmem(smem.at[part], to)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   turning = None if angles is None else jnp.asarray(quarter_turn(), x.dtype)
   arguments = _Given(tuple(copy.factor for copy in wanted), scale, angles, turning, only, after)
@@ -143,10 +174,11 @@ def copies(
     kernel,
     out_type=results,
     scratch_types=[
-      shared((parts, *shape), x.dtype),
+      shared((slots, parts, *shape), x.dtype),
       plgpu.SMEM((1,), f32) if angles is None else shared((WIDTH, WIDTH), x.dtype),
       *(shared((parts, *(shape[::-1] if copy.time_last else shape)), copy.dtype) for copy in wanted),
-      plgpu.Barrier(num_arrivals=parts + (angles is not None)),
+      plgpu.Barrier(num_arrivals=parts, num_barriers=slots),
+      plgpu.Barrier(num_arrivals=1),
     ],
     grid=(batch * (tiles // several) * heads,),
     grid_names=("block",),

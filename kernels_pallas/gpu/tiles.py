@@ -94,11 +94,15 @@ class TokenTile(NamedTuple):
   source: Int[Array, ""]  # the head of what several heads share
 
   @classmethod
-  def of_block(cls, tiles: int, heads: int, group: int) -> "TokenTile":
-    """That of this block, in a grid over all sequences, their tiles, and heads side by side."""
+  def of_block(cls, tiles: int, heads: int, group: int, several: int = 1) -> "TokenTile":
+    """The first of this block, in a grid over all sequences, `several` of their tiles, and heads side by side."""
     row, head = (f(lax.axis_index("block"), jnp.int32(heads)) for f in (lax.div, lax.rem))
-    b, number = (f(row, jnp.int32(tiles)) for f in (lax.div, lax.rem))
-    return cls(b, number, head, lax.div(head, jnp.int32(group)))
+    b, number = (f(row, jnp.int32(tiles // several)) for f in (lax.div, lax.rem))
+    return cls(b, number * several, head, lax.div(head, jnp.int32(group)))
+
+  def later(self, n: Int[Array, ""]) -> "TokenTile":
+    """So many tiles later."""
+    return self._replace(number=self.number + n)
 
   @property
   def rows(self) -> Any:
