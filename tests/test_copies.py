@@ -24,7 +24,8 @@ def make(seed, start, time=T):
   random = np.random.default_rng(seed)
   x = jnp.asarray(random.normal(size=(1, time, H * G, D)), jnp.bfloat16)
   # From far along, so that a float32 total would not do.
-  beta = jnp.asarray(random.uniform(0.5, 2.0, size=(1, time, H)).astype(np.float32)).at[0, ROWS // 2].add(1e6)
+  beta = jnp.asarray(random.uniform(0.5, 2.0, size=(1, time, H)).astype(np.float32))
+  beta = beta.at[0, ROWS // 2].add(1e6).at[0, ROWS + 1].add(-2e6)
   rates = csympow.rotary_rates(D, 2**20)
   starts, initial = None, None
   if start:  # a state's phase, that counts until another document begins

@@ -222,6 +222,8 @@ INTERPRETED = [
       entry="attention",
     )
   ),
+  # A block that takes eight places by turns.
+  slow(Case(T=500, B=2, groups=2, H=1, d=32, dv=32, gate="weak", rotation="none", dtype="bfloat16", entry="attention")),
   slow(Case(T=100, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")),
   slow(
     Case(T=300, B=1, H=1, d=64, dv=64, groups=2, gate="resets", segments="padded", dtype="bfloat16", entry="attention")
@@ -251,11 +253,19 @@ INTERPRETED_CHUNKS = [
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
 @pytest.mark.usefixtures("no_races")
 def test_kernels_are_right_in_the_interpreter_and_race_free(case, monkeypatch):
-  monkeypatch.setattr(attention_forward, "MULTIPROCESSORS", 1)  # so that a block has several places
+  monkeypatch.setattr(attention_forward, "multiprocessors", lambda: 1)  # so that a block has several places
   x, rest = inputs(case)
   run = attend(case, plgpu.InterpretGPUParams(detect_races=True))
   results = comparing.with_gradients(lambda x: run(x, rest), x, cotangents(case))
   assert_results_close(jax.tree.map(np.asarray, results), reference(case), TOLERANCE[case.dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_races")
+def test_a_late_place_and_an_early_one_are_right_in_the_interpreter_and_race_free(monkeypatch):
+  monkeypatch.setattr(near, "LONG", 0)  # as if heads were read less far back than others
+  case = Case(T=500, B=2, H=1, d=64, dv=32, power=4, rotation="none", dtype="bfloat16", entry="attention")
+  test_kernels_are_right_in_the_interpreter_and_race_free(case, monkeypatch)
 
 
 @pytest.mark.parametrize(("case", "chunk"), INTERPRETED_CHUNKS, ids=str)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from csympow import context, cost
+from kernels_pallas.gpu import attention_forward
 from kernels_pallas.gpu.tiles import BLOCK
 from tests import comparing
 from tests.comparing import Case, inputs
@@ -124,7 +125,8 @@ def test_kernels_lower_under_vmap(chunk, rotation):
 @pytest.mark.slow
 @pytest.mark.usefixtures("long")
 @pytest.mark.parametrize(("chunk", "rotation"), [(None, "learned"), (None, "none"), (BLOCK, "learned")])
-def test_kernels_lower_where_integers_and_constants_have_64_bits(chunk, rotation):
+def test_kernels_lower_where_integers_and_constants_have_64_bits(chunk, rotation, monkeypatch):
+  monkeypatch.setattr(attention_forward, "multiprocessors", lambda: 1)  # so that a block has several places
   case = Case(T=512, B=1, H=1, groups=2, d=64, dv=64, rotation=rotation, dtype="bfloat16", entry="attention")
   with jax.enable_x64(True):
     assert_lowers(*gradients(case, chunk), *ATTENTION, *SEARCH, *(() if chunk is None else STATES))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.gpu.tiles import ROWS, WIDTH, TokenTile, across, by_coordinate, down
 
-_WHOLE = 1.5 * 2**23  # added to a number and taken away again it leaves a whole one
+_WHOLE = 1.5 * 2**24  # added to a number and taken away again it leaves a whole one, whatever the number
 
 
 class Angles(NamedTuple):
@@ -31,16 +31,18 @@ class Angles(NamedTuple):
 class Along(NamedTuple):
   """What of `Angles` belongs to the tokens of a tile, loaded."""
 
-  first: list[Array]  # by parts, or nothing yet
+  first: list[Array] | None  # by parts; None: not yet, for a loop's part is no place in a list
   since: Array
   rest: Array
   same: Array | None
 
 
-def along(angles: Any, tile: TokenTile, parts: int = 0) -> Along:
-  """From references to `Angles`; those of as many parts of a head already."""
+def along(angles: Any, tile: TokenTile, parts: int | None = None) -> Along:
+  """From references to `Angles`, of as many parts of a head."""
   place = tile.b, tile.source
-  first = [by_coordinate(angles.first.at[*place, tile.number], part) for part in range(parts)]
+  first = None
+  if parts is not None:
+    first = [by_coordinate(angles.first.at[*place, tile.number], part) for part in range(parts)]
   since, rest = (tile.by_token(angles.since.at[*place, n]) for n in range(2))
   return Along(first, since, rest, None if angles.same is None else tile.by_token(angles.same.at[*place]))
 
@@ -51,8 +53,10 @@ def radians(angles: Any, at: Along, tile: TokenTile, part: Any) -> Float[Array, 
   since, rest = down(at.since, shape), down(at.rest, shape)
   cycles, of_cycles = (across(by_coordinate(angles.cycles.at[n], part), shape) for n in range(2))
   whole = since * cycles
-  of_part = at.first[part] if at.first else by_coordinate(angles.first.at[tile.b, tile.source, tile.number], part)
-  first = across(of_part, shape)
+  if at.first is None:
+    first = across(by_coordinate(angles.first.at[tile.b, tile.source, tile.number], part), shape)
+  else:
+    first = across(at.first[part], shape)
   if at.same is not None:
     first = first * down(at.same, shape)
   # Less any whole number near it: by additions, for a rounding takes a unit as slow as that of sines and cosines.

@@ -10,9 +10,9 @@ their keys' discounts instead, and queries can come as they were given.
 
     4 warpgroups   64 queries each (2, if heads are wide): while one raises scores, others have products under way
     the last one   loads
-    grid           one or two tiles of queries each, those that see most keys first; of short sequences a block for each
-                   multiprocessor, which takes such places by turns, early ones after late ones: a place's queries
-                   come while those before it are still at work
+    grid           one or two tiles of queries each, those that see most keys first. Where keys are not discounted
+                   copies, and no state is carried, a block takes several such places by turns: the next one's queries
+                   come while it is at work
 
 Products of scores and values have bfloat16 operands, for weights span many powers of ten; scores have float16 ones,
 because the power multiplies their rounding, and the inputs are scaled so that they fit, or bfloat16 ones as they were
@@ -32,7 +32,6 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 from kernels_pallas.gpu.tiles import (
   IN_TILE,
   LOADING_REGISTERS,
-  MULTIPROCESSORS,
   REGISTERS,
   ROWS,
   TILE,
@@ -41,7 +40,7 @@ from kernels_pallas.gpu.tiles import (
   by_eights,
   down,
   index,
-  place_in_grid,
+  multiprocessors,
   power_of_two,
   rounded,
   shared,
@@ -50,6 +49,7 @@ from kernels_pallas.gpu.tiles import (
   wait_for_all,
   wait_if,
 )
+from kernels_pallas.gpu.turns import Turns
 from kernels_pallas.weights import SMALLEST, even_power
 
 
@@ -118,9 +118,13 @@ def forward(
   power: int,
   dtype: DTypeLike,
   save_low: bool,
+  alike: bool = False,
   interpret: Any = None,
 ) -> Outputs:
-  """Attention over whole blocks of queries, and what is carried; y in `dtype`."""
+  """Attention over whole blocks of queries, and what is carried; y in `dtype`.
+
+  `alike`: no head is known to be read less far back than others.
+  """
   batch, time, query_heads, head_dim = q.shape
   heads, value_dim = v.shape[2:]
   group, computing = query_heads // heads, 4 if max(head_dim, value_dim) <= 64 else 2  # what registers are enough for
@@ -131,12 +135,11 @@ def forward(
   wide = value_dim > 64  # there is no room for what wide heads carry
   f32 = jnp.float32
   folding = keys.folded is not None
-  # Many places for a block: the next one's queries come, and the last one's outputs go, beside other work. There is
-  # room for that if outputs have 16 bits. A late place and an early one together are always as much.
-  narrow, together = jnp.dtype(dtype).itemsize == 2, 2 - tiles % 2
-  places = batch * query_heads * tiles
-  by_turns = not folding and carried is None and narrow and places // together >= MULTIPROCESSORS
-  blocks, rooms = (MULTIPROCESSORS, 2) if by_turns else (places, 1)
+  narrow, of_rows = jnp.dtype(dtype).itemsize == 2, batch * query_heads
+  turns = Turns(of_rows, tiles, blocks=of_rows * tiles)
+  if not folding and carried is None and narrow:  # there is room for two places' queries, and outputs
+    turns = Turns.of_few_blocks(of_rows, tiles, multiprocessors(), alike)
+  rooms = 2 if turns.several else 1
   again = pairs - 1 if folding else 0  # tiles of queries whose own keys come discounted, too
 
   def kernel(*refs):
@@ -146,47 +149,34 @@ def forward(
     (q_smem, y_smem), k_smem, fold_smem, v_smem, low_smem, normaliser_smem, *others = scratch
     carried_smem, weight_smem, gate_smem, pull_smem, *barriers = others
     q_filled, q_freed, carried_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
-    item, thread = lax.axis_index("block"), lax.axis_index("thread")
+    block, thread = lax.axis_index("block"), lax.axis_index("thread")
 
-    def where(turn):
-      """The sequence, head and tile of this block's place."""
-      if not by_turns:
-        row, n = place_in_grid(item, batch * query_heads, tiles)
-      else:
-        turn, early = (f(turn, jnp.int32(together)) for f in (lax.div, lax.rem))
-        row, n = place_in_grid(item + turn * blocks, batch * query_heads, tiles // together)
-        if together == 2:
-          n = jnp.where(early > 0, n, tiles - 1 - n)
-      return *(f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem)), n * pairs
-
-    def ahead(turn):
-      """What a place needs of memory before it begins."""
-      b, head, tile = where(turn)
-      kv = lax.div(head, jnp.int32(group))
-      return keys_ref.first[b, kv, tile], None if keys.unit is None else keys_ref.unit[b, kv]
+    def look_up(turn):
+      """Where a place is, and what it needs of memory before it begins."""
+      row, n = turns.place(block, turn)
+      b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
+      kv, tile = lax.div(head, jnp.int32(group)), n * pairs
+      return b, head, kv, tile, keys_ref.first[b, kv, tile], None if keys.unit is None else keys_ref.unit[b, kv]
 
     def for_each_place(visit):
       """Visits this block's places by turns; returns how many there were, and how many blocks of keys they had."""
 
-      def take(turn, start, found):
-        b, head, tile = where(turn)
-        first, unit = found
+      def take(turn, so_far):
+        start, (b, head, kv, tile, first, unit) = so_far
+        of_next = look_up(jnp.minimum(turn + 1, count - 1))  # on its way from now on
         plain = start + (tile - first + again) * IN_TILE
         stop, room = plain + pairs * IN_TILE, lax.rem(turn, jnp.int32(rooms))
-        visit(turn, _Place(room, b, head, lax.div(head, jnp.int32(group)), tile, first, start, plain, stop, unit))
-        return stop
+        visit(turn, _Place(room, b, head, kv, tile, first, start, plain, stop, unit))
+        return stop, of_next
 
-      if not by_turns:
-        return jnp.int32(1), take(jnp.int32(0), jnp.int32(0), ahead(jnp.int32(0)))
-
-      def one(turn, so_far):
-        start, found = so_far
-        of_next = ahead(jnp.minimum(turn + 1, turns - 1))
-        return take(turn, start, found), of_next
-
-      turns = together * lax.div(places // together - item + blocks - 1, jnp.int32(blocks))
-      stop, _ = lax.fori_loop(0, turns, one, (jnp.int32(0), ahead(jnp.int32(0))))
-      return turns, stop
+      count, so_far = turns.many(block), (jnp.int32(0), look_up(jnp.int32(0)))
+      if turns.each is None:
+        stop, _ = lax.fori_loop(0, count, take, so_far)
+      else:  # written out: inside another loop ptxas moves scores between registers
+        for turn in range(turns.each):
+          so_far = take(jnp.int32(turn), so_far)
+        stop, _ = so_far
+      return count, stop
 
     def slot_of(j):
       return lax.rem(j, jnp.int32(slots))
@@ -206,7 +196,7 @@ def forward(
       def _():
         leave(lax.rem(turn - 1, jnp.int32(rooms)))
 
-      if place.unit is not None and outputs.scaled is not None:
+      if place.unit is not None and outputs.scaled is not None:  # now, for which that would have waited, too
         plgpu.copy_smem_to_gmem(queries, outputs.scaled.at[b, rows, head])
         outputs.exponent[b, head, rows] = exponent
 
@@ -348,7 +338,7 @@ def forward(
       pass_by(near + second + 1, place.stop)
 
     def leave(room):
-      """When all outputs are on their way from there, and that was a while ago."""
+      """Gives it back to the loader when outputs have been read from there: a place later, when that costs no wait."""
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       plgpu.barrier_arrive(q_freed.at[room])
 
@@ -363,8 +353,8 @@ def forward(
     @pl.when(thread < computing)
     def _():
       plgpu.set_max_registers(REGISTERS[computing], action="increase")
-      turns, _ = for_each_place(compute)
-      leave(lax.rem(turns - 1, jnp.int32(rooms)))
+      count, _ = for_each_place(compute)
+      leave(lax.rem(count - 1, jnp.int32(rooms)))
 
     def load_queries(place):
       b, head, kv = place.b, place.head, place.kv
@@ -387,7 +377,7 @@ def forward(
     def load_keys(place, start, stop, source, first_tile):
       b, kv = place.b, place.kv
 
-      def load(j, none):
+      def load_block(j, none):
         slot, rows = slot_of(j), pl.ds((first_tile * IN_TILE + j - start) * ROWS, ROWS)
         wait_if(j >= slots, k_freed.at[slot])
         plgpu.copy_gmem_to_smem(source.at[b, rows, kv], k_smem.at[slot], k_filled.at[slot])
@@ -397,7 +387,7 @@ def forward(
           plgpu.copy_gmem_to_smem(keys_ref.fold.at[b, kv, rows], fold_smem.at[slot], v_filled.at[slot])
         return none
 
-      lax.fori_loop(start, stop, load, None)
+      lax.fori_loop(start, stop, load_block, None)
 
     def load(turn, place):
       wait_if(turn >= rooms, q_freed.at[place.room])
@@ -408,8 +398,8 @@ def forward(
     @pl.when(thread == computing)
     def _():
       plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
-      turns, blocks_of_keys = for_each_place(load)
-      wait_for_all(q_freed, turns)
+      count, blocks_of_keys = for_each_place(load)
+      wait_for_all(q_freed, count)
       wait_for_all(k_freed, blocks_of_keys)
       wait_for_all(v_freed, blocks_of_keys)
 
@@ -459,7 +449,7 @@ def forward(
     kernel,
     out_type=out_leaves,
     scratch_types=scratch,
-    grid=(blocks,),
+    grid=(turns.blocks,),
     grid_names=("block",),
     num_threads=computing + 1,
     thread_name="thread",

@@ -4,8 +4,8 @@ x_i    = R(angle_i) scale_i given_i         rounded to float16
 copy_i = factor_i x_i                       in a type of its own, by token or time last
 scale_i                                     given, or a power of two by which the largest coordinate is below 1
 
-grid              64 tokens of one head, a few times, a block of one warpgroup: a few coordinates after another, while
-                  the next tokens come
+grid              a block of one warpgroup takes 64 tokens of one head, a few coordinates after another; where there are
+                  many, a few such tiles, of which the next one comes meanwhile
 """
 
 import functools
@@ -91,7 +91,7 @@ def copies(
   def kernel(x_ref, *refs):
     given = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + len(results)], refs[len(leaves) + len(results) :]
-    all_of_x, quarter_turn_smem, *out_smem, filled, quarter_turn_filled = scratch
+    all_of_x, quarter_turn_smem, filled, quarter_turn_filled = scratch[0], scratch[1], scratch[-2], scratch[-1]
     first = TokenTile.of_block(tiles, heads, group, several)
     many = jnp.int32(several) if only is None else several * given.only[first.b, first.head]
 
@@ -100,17 +100,9 @@ def copies(
       for part in range(parts):
         plgpu.copy_gmem_to_smem(first.later(n).part(x_ref, part), all_of_x.at[slot, part], filled.at[slot])
 
-    def copy(n, none):
-      slot = lax.rem(n, jnp.int32(slots))
-
-      def wait():
-        plgpu.barrier_wait(filled.at[slot])
-        if angles is not None:
-          pl.when(n == 0)(lambda: plgpu.barrier_wait(quarter_turn_filled))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for copies of the tile before
-
+    def copy_one(n, none):
       pl.when(n + 1 < many)(lambda: fetch(n + 1))
-      copy_tile(given, outputs, all_of_x.at[slot], quarter_turn_smem, out_smem, first.later(n), wait)
+      copy_tile(given, outputs, scratch, first, n)
       return none
 
     @pl.when(many > 0)
@@ -118,16 +110,21 @@ def copies(
       fetch(jnp.int32(0))
       if angles is not None:
         plgpu.copy_gmem_to_smem(given.quarter_turn, quarter_turn_smem, quarter_turn_filled)
-      lax.fori_loop(0, many, copy, None)
+      lax.fori_loop(0, many, copy_one, None)
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-  def copy_tile(given, outputs, x_smem, quarter_turn_smem, out_smem, tile, wait):
-    b, head, at = tile.b, tile.head, tile.rows
+  def copy_tile(given, outputs, scratch, first, n):
+    all_of_x, quarter_turn_smem, *out_smem, filled, quarter_turn_filled = scratch
+    slot, tile = lax.rem(n, jnp.int32(slots)), first.later(n)
+    x_smem, b, head, at = all_of_x.at[slot], tile.b, tile.head, tile.rows
     # While x is on its way.
     factors = [None if ref is None else tile.by_token(ref.at[b, head]) for ref in given.factors]
     scales = None if scale is None else tile.by_token(given.scale.at[b, head])
     turns: Any = None if angles is None else along(given.angles, tile, parts)
-    wait()
+    plgpu.barrier_wait(filled.at[slot])
+    if angles is not None:
+      pl.when(n == 0)(lambda: plgpu.barrier_wait(quarter_turn_filled))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for copies of the tile before
     if room is not None:
       scales, exponent = power_of_two(largest(x_smem), room)
       outputs[-1][b, head, at] = exponent

@@ -37,6 +37,12 @@ def attention_widths(head_dim: int, value_dim: int) -> tuple[int, int]:
   return widths if max(widths) <= 64 else (max(widths), max(widths))
 
 
+def multiprocessors() -> int:
+  """Of the GPU that is here; where there is none, of that which is compiled for."""
+  here = jax.local_devices()[0]
+  return int(here.core_count) if here.platform == "gpu" else MULTIPROCESSORS
+
+
 def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> Any:
   """Shared memory for matrices that wgmma and TMA both read: rows in tiles of 8, swizzled.
 

@@ -1,0 +1,60 @@
+"""Who does what in a grid of few blocks, each of which takes several places by turns.
+
+A place is a tile of queries of one sequence and head, a row. It takes the longer the later it is, so a block takes a
+late one and an early one of the same row, which together are as much in any row if all keys are read.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from kernels_pallas.gpu.tiles import place_in_grid
+
+
+class Turns(NamedTuple):
+  """Of all blocks of a grid."""
+
+  rows: int
+  tiles: int  # of each
+  blocks: int
+  paired: bool = False  # late tiles by turns with early ones
+
+  @classmethod
+  def of_few_blocks(cls, rows: int, tiles: int, at_once: int, alike: bool) -> "Turns":
+    """So many as run at once if all rows are `alike`; if not a block for each pair, for some are done sooner.
+
+    One for each tile, if there would be fewer than run at once, or an odd number of tiles, which do not make pairs.
+    """
+    paired = tiles % 2 == 0
+    items = rows * tiles // (2 if paired else 1)
+    if items < at_once or (tiles > 1 and not paired):
+      return cls(rows, tiles, rows * tiles)
+    return cls(rows, tiles, at_once if alike else items, paired)
+
+  @property
+  def several(self) -> bool:
+    """Whether a block has more than one."""
+    return self.blocks < self.rows * self.tiles
+
+  @property
+  def each(self) -> int | None:
+    """How many every block has, if that is one or a pair."""
+    together = 2 if self.paired else 1
+    return together if self.blocks * together == self.rows * self.tiles else None
+
+  def many(self, block: Int[Array, ""]) -> Int[Array, ""]:
+    """How many this block has."""
+    if self.each is not None:
+      return jnp.int32(self.each)
+    together = 2 if self.paired else 1
+    return together * lax.div(self.rows * self.tiles // together - block + self.blocks - 1, jnp.int32(self.blocks))
+
+  def place(self, block: Int[Array, ""], turn: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """(the row, the tile) of one of its turns."""
+    if not self.paired:
+      return place_in_grid(block + turn * self.blocks, self.rows, self.tiles)
+    pair, early = (f(turn, jnp.int32(2)) for f in (lax.div, lax.rem))
+    row, n = place_in_grid(block + pair * self.blocks, self.rows, self.tiles // 2)
+    return row, jnp.where(early > 0, n, self.tiles - 1 - n)
