@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from csympow import context, cost
+from csympow.forms import near
 from kernels_pallas.gpu import attention_forward
 from kernels_pallas.gpu.tiles import BLOCK
 from tests import comparing
@@ -111,6 +112,41 @@ def test_kernels_lower_inside_shard_map(chunk, entry, dv, rotation):
   assert ("reach_mosaic_gpu" in text) != all_have_states
 
 
+def several_places(monkeypatch):
+  """As if so few blocks of a grid ran at once that each has several places."""
+  monkeypatch.setattr(attention_forward, "multiprocessors", lambda: 1)
+
+
+def in_shard_map(case):
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+  x, rest = inputs(case)
+  specs = {"in_specs": jax.P("data"), "out_specs": jax.P("data")}
+  sharded = jax.shard_map(lambda x: attend(case)(x, rest)["y"], mesh=mesh, **specs)
+  return jax.grad(lambda x: sharded(x).astype(jnp.float32).sum()), x
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("rotation", ["none", "learned"])
+def test_several_places_trace_inside_shard_map(rotation, pairs, monkeypatch):
+  several_places(monkeypatch)
+  monkeypatch.setattr(near, "all_alike", lambda time: not pairs)
+  gradient, x = in_shard_map(Case(T=512, B=2, H=1, d=64, dv=64, rotation=rotation, dtype="bfloat16", entry="attention"))
+  assert "attention_forward" in str(jax.make_jaxpr(gradient)(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pairs", [False, True])
+def test_several_places_lower_inside_shard_map_and_under_vmap(pairs, monkeypatch):
+  several_places(monkeypatch)
+  monkeypatch.setattr(near, "all_alike", lambda time: not pairs)
+  case = Case(T=512, B=2, H=1, d=64, dv=64, rotation="none", dtype="bfloat16", entry="attention")
+  gradient, x = in_shard_map(case)
+  assert_lowers(gradient, x, *ATTENTION)
+  _, rest = inputs(case)
+  alone = jax.grad(lambda x: attend(case)(x, rest)["y"].astype(jnp.float32).sum())
+  assert_lowers(jax.vmap(alone), jax.tree.map(lambda a: jnp.stack([a, a]), x), *ATTENTION)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("long")
 @pytest.mark.parametrize(("chunk", "rotation"), [(None, "learned"), (None, "none"), (BLOCK, "learned")])
@@ -126,7 +162,7 @@ def test_kernels_lower_under_vmap(chunk, rotation):
 @pytest.mark.usefixtures("long")
 @pytest.mark.parametrize(("chunk", "rotation"), [(None, "learned"), (None, "none"), (BLOCK, "learned")])
 def test_kernels_lower_where_integers_and_constants_have_64_bits(chunk, rotation, monkeypatch):
-  monkeypatch.setattr(attention_forward, "multiprocessors", lambda: 1)  # so that a block has several places
+  several_places(monkeypatch)
   case = Case(T=512, B=1, H=1, groups=2, d=64, dv=64, rotation=rotation, dtype="bfloat16", entry="attention")
   with jax.enable_x64(True):
     assert_lowers(*gradients(case, chunk), *ATTENTION, *SEARCH, *(() if chunk is None else STATES))

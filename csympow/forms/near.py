@@ -17,7 +17,7 @@ from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 from csympow.forms.rotating import Rotation, angles, padded, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head, for_each
-from csympow.forms.visible import LONG, Tiles, Visible, visible
+from csympow.forms.visible import Tiles, Visible, all_alike, visible
 from csympow.prefix import Total, TotalsKernel, prefix_sum
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients
 from kernels_pallas.gpu.copies import Copy, copies
@@ -253,7 +253,7 @@ def forward(
 ) -> tuple[attention_forward.Outputs, Operands]:
   """What each query gathers, and the operands of the backward pass."""
   how: dict[str, Any] = {"power": power, "dtype": dtype, "save_low": save_low, "interpret": interpret}
-  y = attention_forward.forward(x.q, x.keys, x.v, **how, alike=x.q.shape[1] < LONG)
+  y = attention_forward.forward(x.q, x.keys, x.v, **how, alike=all_alike(x.q.shape[1]))
   if y.exponent is not None:
     x = x._replace(q_exponent=jnp.moveaxis(y.exponent, 1, 2).reshape(x.q_exponent.shape))
   return y._replace(scaled=None, exponent=None), x if y.scaled is None else x._replace(q=y.scaled)

@@ -71,6 +71,11 @@ def visible(x: Tiles, settings: Settings, beyond_chunks: bool = False) -> Visibl
   return Visible(first, _latest(first, tiles), has_state.astype(jnp.int32))
 
 
+def all_alike(time: int) -> bool:
+  """Whether heads of so short a sequence are all read as far back, but for documents."""
+  return time < LONG
+
+
 def tiles_of_a_state(head_dim: int, value_dim: int) -> int:
   """How many tiles a query reads in about the time that a state takes: 16 in heads of 64, and 64 in heads of 128.
 

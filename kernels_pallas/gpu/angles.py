@@ -38,7 +38,7 @@ class Along(NamedTuple):
 
 
 def along(angles: Any, tile: TokenTile, parts: int | None = None) -> Along:
-  """From references to `Angles`, of as many parts of a head."""
+  """From references to `Angles`, with `first` of all `parts` of a head, if they are known."""
   place = tile.b, tile.source
   first = None
   if parts is not None:

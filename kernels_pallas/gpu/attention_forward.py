@@ -11,7 +11,7 @@ their keys' discounts instead, and queries can come as they were given.
     4 warpgroups   64 queries each (2, if heads are wide): while one raises scores, others have products under way
     the last one   loads
     grid           one or two tiles of queries each, those that see most keys first. Where keys are not discounted
-                   copies, and no state is carried, a block takes several such places by turns: the next one's queries
+                   copies, and no state is carried, a block may take several of them by turns: the next one's queries
                    come while it is at work
 
 Products of scores and values have bfloat16 operands, for weights span many powers of ten; scores have float16 ones,
@@ -163,7 +163,7 @@ def forward(
 
       def take(turn, so_far):
         start, (b, head, kv, tile, first, unit) = so_far
-        of_next = look_up(jnp.minimum(turn + 1, count - 1))  # on its way from now on
+        of_next = look_up(jnp.minimum(turn + 1, count - 1))  # on its way from now on, if anyone asks for it
         plain = start + (tile - first + again) * IN_TILE
         stop, room = plain + pairs * IN_TILE, lax.rem(turn, jnp.int32(rooms))
         visit(turn, _Place(room, b, head, kv, tile, first, start, plain, stop, unit))
@@ -239,7 +239,7 @@ def forward(
 
       def far_tile(m, carry, sums):
         normaliser, decay = carry
-        decay_of_next = keys_ref.decay[b, kv, m + 1]
+        decay_of_next = 1 * keys_ref.decay[b, kv, m + 1]  # times 1: to shard_map what was loaded varies over its axes
         sums[...] = sums[...] * decay
         normaliser = normaliser * decay
         for block in range(IN_TILE):

@@ -40,7 +40,7 @@ def attention_widths(head_dim: int, value_dim: int) -> tuple[int, int]:
 def multiprocessors() -> int:
   """Of the GPU that is here; where there is none, of that which is compiled for."""
   here = jax.local_devices()[0]
-  return int(here.core_count) if here.platform == "gpu" else MULTIPROCESSORS
+  return int(getattr(here, "core_count", MULTIPROCESSORS)) if here.platform == "gpu" else MULTIPROCESSORS
 
 
 def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> Any:
@@ -160,8 +160,8 @@ def rounded(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape
   """X in `dtype`, for whoever needs it in float32 again.
 
   Without the barrier each number would be converted on its own, by the unit that exponentials wait for. A register of
-  the layout must hold 32 bits of the result, as WGMMA's do: of wider ones jax 0.11.2's barrier returns the words of
-  several registers in another order.
+  the layout must hold 32 bits of a result of 16, as WGMMA's do: of wider ones jax 0.11.2's barrier returns the words
+  of several registers in another order.
   """
   result: Array = lax.optimization_barrier(x.astype(dtype))
   return result

@@ -1,7 +1,7 @@
 """Who does what in a grid of few blocks, each of which takes several places by turns.
 
-A place is a tile of queries of one sequence and head, a row. It takes the longer the later it is, so a block takes a
-late one and an early one of the same row, which together are as much in any row if all keys are read.
+A place is one or two tiles of queries of one sequence and head, a row. It takes the longer the later it is, so a block
+takes a late one and an early one of the same row, which together are as much in any row if all keys are read.
 """
 
 from typing import NamedTuple
@@ -17,44 +17,44 @@ class Turns(NamedTuple):
   """Of all blocks of a grid."""
 
   rows: int
-  tiles: int  # of each
+  places: int  # of each
   blocks: int
-  paired: bool = False  # late tiles by turns with early ones
+  paired: bool = False  # late ones by turns with early ones
 
   @classmethod
-  def of_few_blocks(cls, rows: int, tiles: int, at_once: int, alike: bool) -> "Turns":
+  def of_few_blocks(cls, rows: int, places: int, at_once: int, alike: bool) -> "Turns":
     """So many as run at once if all rows are `alike`; if not a block for each pair, for some are done sooner.
 
-    One for each tile, if there would be fewer than run at once, or an odd number of tiles, which do not make pairs.
+    One for each place, if there would be fewer than run at once, or an odd number in a row, which do not make pairs.
     """
-    paired = tiles % 2 == 0
-    items = rows * tiles // (2 if paired else 1)
-    if items < at_once or (tiles > 1 and not paired):
-      return cls(rows, tiles, rows * tiles)
-    return cls(rows, tiles, at_once if alike else items, paired)
+    paired = places % 2 == 0
+    items = rows * places // (2 if paired else 1)
+    if items < at_once or (places > 1 and not paired):
+      return cls(rows, places, rows * places)
+    return cls(rows, places, at_once if alike else items, paired)
 
   @property
   def several(self) -> bool:
     """Whether a block has more than one."""
-    return self.blocks < self.rows * self.tiles
+    return self.blocks < self.rows * self.places
 
   @property
   def each(self) -> int | None:
     """How many every block has, if that is one or a pair."""
     together = 2 if self.paired else 1
-    return together if self.blocks * together == self.rows * self.tiles else None
+    return together if self.blocks * together == self.rows * self.places else None
 
   def many(self, block: Int[Array, ""]) -> Int[Array, ""]:
     """How many this block has."""
     if self.each is not None:
       return jnp.int32(self.each)
     together = 2 if self.paired else 1
-    return together * lax.div(self.rows * self.tiles // together - block + self.blocks - 1, jnp.int32(self.blocks))
+    return together * lax.div(self.rows * self.places // together - block + self.blocks - 1, jnp.int32(self.blocks))
 
   def place(self, block: Int[Array, ""], turn: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """(the row, the tile) of one of its turns."""
+    """(the row, the place in it) of one of its turns."""
     if not self.paired:
-      return place_in_grid(block + turn * self.blocks, self.rows, self.tiles)
+      return place_in_grid(block + turn * self.blocks, self.rows, self.places)
     pair, early = (f(turn, jnp.int32(2)) for f in (lax.div, lax.rem))
-    row, n = place_in_grid(block + pair * self.blocks, self.rows, self.tiles // 2)
-    return row, jnp.where(early > 0, n, self.tiles - 1 - n)
+    row, n = place_in_grid(block + pair * self.blocks, self.rows, self.places // 2)
+    return row, jnp.where(early > 0, n, self.places - 1 - n)
