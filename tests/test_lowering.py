@@ -141,10 +141,11 @@ def test_several_places_lower_inside_shard_map_and_under_vmap(pairs, monkeypatch
   monkeypatch.setattr(near, "all_alike", lambda time: not pairs)
   case = Case(T=512, B=2, H=1, d=64, dv=64, rotation="none", dtype="bfloat16", entry="attention")
   gradient, x = in_shard_map(case)
-  assert_lowers(gradient, x, *ATTENTION)
+  kernels = [name for name in ATTENTION if name != "copies"]  # tokens are read as they were given
+  assert_lowers(gradient, x, *kernels)
   _, rest = inputs(case)
   alone = jax.grad(lambda x: attend(case)(x, rest)["y"].astype(jnp.float32).sum())
-  assert_lowers(jax.vmap(alone), jax.tree.map(lambda a: jnp.stack([a, a]), x), *ATTENTION)
+  assert_lowers(jax.vmap(alone), jax.tree.map(lambda a: jnp.stack([a, a]), x), *kernels)
 
 
 @pytest.mark.slow
