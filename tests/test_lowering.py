@@ -90,6 +90,15 @@ def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
   assert_lowers(*gradients(case, chunk=1024), *ATTENTION, *STATES)
 
 
+def in_shard_map(case, chunk=None):
+  """The gradient of y summed, of a batch that two devices share, and its argument."""
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+  x, rest = inputs(case)
+  specs = {"in_specs": jax.P("data"), "out_specs": jax.P("data")}
+  sharded = jax.shard_map(lambda x: attend(case, chunk=chunk)(x, rest)["y"], mesh=mesh, **specs)
+  return jax.grad(lambda x: sharded(x).astype(jnp.float32).sum()), x
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("long")
 @pytest.mark.parametrize(
@@ -99,30 +108,17 @@ def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
 @pytest.mark.parametrize("entry", ["attention", "continued"])
 def test_kernels_lower_inside_shard_map(chunk, entry, dv, rotation):
   case = Case(T=512, B=2, H=1, d=64, dv=dv, rotation=rotation, dtype="bfloat16", entry=entry)
-  mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-  x, rest = inputs(case)
-  sharded = jax.shard_map(
-    lambda x: attend(case, chunk=chunk)(x, rest)["y"], mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")
-  )
   kernels = ATTENTION if (chunk, entry) != (None, "continued") else ATTENTION[:-1]  # with a state that is XLA's
   kernels += () if chunk is None else STATES
   all_have_states = (chunk, entry) == (BLOCK, "continued")
   kernels += () if all_have_states else SEARCH
-  text = assert_lowers(jax.grad(lambda x: sharded(x).astype(jnp.float32).sum()), x, *kernels)
+  text = assert_lowers(*in_shard_map(case, chunk), *kernels)
   assert ("reach_mosaic_gpu" in text) != all_have_states
 
 
 def several_places(monkeypatch):
   """As if so few blocks of a grid ran at once that each has several places."""
   monkeypatch.setattr(attention_forward, "multiprocessors", lambda: 1)
-
-
-def in_shard_map(case):
-  mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-  x, rest = inputs(case)
-  specs = {"in_specs": jax.P("data"), "out_specs": jax.P("data")}
-  sharded = jax.shard_map(lambda x: attend(case)(x, rest)["y"], mesh=mesh, **specs)
-  return jax.grad(lambda x: sharded(x).astype(jnp.float32).sum()), x
 
 
 @pytest.mark.parametrize("pairs", [False, True])

@@ -149,11 +149,11 @@ def forward(
     (q_smem, y_smem), k_smem, fold_smem, v_smem, low_smem, normaliser_smem, *others = scratch
     carried_smem, weight_smem, gate_smem, pull_smem, *barriers = others
     q_filled, q_freed, carried_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
-    block, thread = lax.axis_index("block"), lax.axis_index("thread")
+    item, thread = lax.axis_index("block"), lax.axis_index("thread")
 
     def look_up(turn):
       """Where a place is, and what it needs of memory before it begins."""
-      row, n = turns.place(block, turn)
+      row, n = turns.place(item, turn)
       b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
       kv, tile = lax.div(head, jnp.int32(group)), n * pairs
       return b, head, kv, tile, keys_ref.first[b, kv, tile], None if keys.unit is None else keys_ref.unit[b, kv]
@@ -169,7 +169,7 @@ def forward(
         visit(turn, _Place(room, b, head, kv, tile, first, start, plain, stop, unit))
         return stop, of_next
 
-      count, so_far = turns.many(block), (jnp.int32(0), look_up(jnp.int32(0)))
+      count, so_far = turns.many(item), (jnp.int32(0), look_up(jnp.int32(0)))
       if turns.each is None:
         stop, _ = lax.fori_loop(0, count, take, so_far)
       else:  # written out: inside another loop ptxas moves scores between registers
@@ -186,7 +186,8 @@ def forward(
       pair, second = (f(thread, jnp.int32(2)) for f in (lax.div, lax.rem))
       first, tile, near = place.first, place.tile + pair, place.plain + pair * IN_TILE
       mine = place.room * computing + thread
-      rows, queries = pl.ds(place.token + thread * ROWS, ROWS), q_smem.at[mine]
+      token = place.token + thread * ROWS
+      rows, queries = pl.ds(token, ROWS), q_smem.at[mine]
       accumulator = plgpu.ACC((ROWS, value_dim), f32)
       plgpu.barrier_wait(q_filled.at[place.room])
       if place.unit is not None:
@@ -273,8 +274,7 @@ def forward(
         exponent = down(gate, s.shape) - across(pull, s.shape)
         if masked:
           # By tokens of the sequence, or what is the same for all places would be held in registers.
-          own = place.token + thread * ROWS
-          seen = index(s.shape, 1, own) <= index(s.shape, 0, own)
+          seen = index(s.shape, 1, token) <= index(s.shape, 0, token)
           exponent = jnp.where(seen, exponent, -jnp.inf)
         weights = rounded(even_power(s, power) * jnp.exp2(exponent), v.dtype)
         plgpu.barrier_wait(v_filled.at[slot_of(j)])
