@@ -19,6 +19,7 @@ from kernels_pallas.gpu.pieces import Piece, Pieces
 from kernels_pallas.gpu.tiles import BLOCK, TILE
 from tests import comparing
 from tests.comparing import Case, assert_results_close, cotangents, inputs
+from tests.test_numerics import nearly_orthogonal
 
 gpu = pytest.mark.gpu
 # The kernels take values and cotangents as bfloat16.
@@ -136,7 +137,7 @@ def test_kernels_with_discounted_copies_of_keys_are_right_on_the_chip(d, power, 
     {"T": 1300, "B": 1, "H": 2, "d": 64, "dv": 64, "power": 6},
     {"T": 1024, "B": 40, "H": 2, "d": 64, "dv": 32, "power": 4},
     {"T": 700, "B": 1, "H": 1, "groups": 2, "d": 128, "dv": 128},
-    {"T": 4096, "B": 1, "H": 3, "d": 64, "dv": 64},
+    {"T": 4096, "B": 6, "H": 3, "d": 64, "dv": 64},  # so many that a block has a late place and an early one
     {"T": 5000, "B": 1, "H": 3, "d": 128, "dv": 128},
   ],
   ids=str,
@@ -165,6 +166,48 @@ def test_chunked_kernels_are_right_on_the_chip(case, chunk):
   # A rotation's gradient is the rest of sums that cancel, and so is all that a single token gets from a state.
   turned = {name: results.pop(name) for name in ("dbeta",) if name in results}
   assert_results_close(results, expected, TOLERANCE[case.dtype] if case.entry == "attention" else 8e-3)
+  assert_results_close(turned, {name: expected[name] for name in turned}, 8e-3)
+
+
+def chunked_results(x, rest, weights, entry):
+  """Of the chunked form on a chip, and of the reference."""
+  options = {"entry": entry, "power": 2, "form": "chunked", "chunk_size": 1024, "implementation": "pallas"}
+  call = functools.partial(comparing.call, rest=rest, **options)
+  results = jax.jit(lambda x, w: comparing.with_gradients(call, x, w))(x, weights)
+  exact = comparing.quadratic_results if entry == "attention" else comparing.reference_results
+  return results, exact(x, rest, weights, power=2)
+
+
+@gpu
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+@pytest.mark.parametrize("cosine", [0.3, 0.1, 0.07, 0.05, 0.03, 0.01])
+def test_queries_nearly_orthogonal_to_all_keys_are_right_on_the_chip(cosine, mean):
+  x = nearly_orthogonal(cosine, T=5000, d=64, dtype="bfloat16")
+  x |= {"v": x["v"] + jnp.bfloat16(mean)}
+  weights = {"y": jnp.asarray(np.random.default_rng(1).normal(size=x["v"].shape), jnp.bfloat16)}
+  results, expected = chunked_results(x, {}, weights, "attention")
+  assert_results_close(results, expected, 5e-3)
+  options = {"power": 2, "form": "chunked", "chunk_size": 1024, "implementation": "pallas"}
+  y = jax.jit(functools.partial(csympow.attention, **options))(**x)  # without gradients
+  comparing.assert_close(y, expected["y"], 5e-3, "y")
+
+
+@gpu
+@pytest.mark.parametrize(
+  "case",
+  [
+    Case(T=2300, B=1, H=3, d=64, dv=64, dtype="bfloat16", entry="attention"),
+    Case(T=1100, B=1, H=1, groups=2, d=32, dv=64, gate="weak", dtype="bfloat16", entry="continued"),
+    Case(T=1100, B=1, H=2, d=128, dv=128, gate="weak", dtype="bfloat16", entry="attention"),
+  ],
+  ids=str,
+)
+def test_values_that_have_much_in_common_are_right_on_the_chip(case):
+  x, rest = inputs(case)
+  x |= {"v": x["v"] + jnp.bfloat16(3)}
+  results, expected = chunked_results(x, rest, cotangents(case), case.entry)
+  turned = {name: results.pop(name) for name in ("dbeta",)}
+  assert_results_close(results, expected, 5e-3 if case.entry == "attention" else 8e-3)
   assert_results_close(turned, {name: expected[name] for name in turned}, 8e-3)
 
 
@@ -416,12 +459,14 @@ def test_states_do_not_depend_on_how_coordinates_are_shared_out(monkeypatch, sha
   decay = jnp.full((1, 1, 2), 0.5)
   initial = jnp.asarray(random.normal(size=(1, 1, 1, 64, 64, 64)), jnp.float32)
   interpreted = plgpu.InterpretGPUParams()
-  states = state_write.write(x, v, k, decay, initial, interpret=interpreted)
+  centre = jnp.full((1, 1, 64), 0.5, jnp.bfloat16)
+  states = state_write.write(x, v, k, decay, initial, centre=centre, interpret=interpreted)
   state = np.asarray(initial[0, 0, 0], np.float64)
   for chunk in range(2):
     comparing.assert_close(states.found[0, 0, 0, chunk], state, 5e-3, "found")
+    np.testing.assert_allclose(states.squares[0, 0, chunk], np.sum(state**2), rtol=5e-3)
     tokens = slice(64 * chunk, 64 * chunk + 64)
-    added = (np.asarray(a, np.float64) for a in (x[0, :, :, tokens], v[0, tokens], k[0, tokens]))
+    added = (np.asarray(a, np.float64) for a in (x[0, :, :, tokens], v[0, tokens] - 0.5, k[0, tokens]))
     state = 0.5 * state + np.einsum("hat,thv,thw->avw", *added)
   comparing.assert_close(states.final[0, 0, 0], state, 5e-3, "final")
 
@@ -445,14 +490,18 @@ def test_symmetric_states_do_not_depend_on_how_products_are_shared_out(monkeypat
   given = given + given.transpose(2, 1, 0)
   interpreted = plgpu.InterpretGPUParams(detect_races=True)
   initial = jnp.asarray(given[None, None, None], jnp.float32)
-  states = symmetric_write.write(x, v, jnp.full((1, 1, 2), 0.5), initial, interpret=interpreted)
+  Z, middle = random.normal(size=(2, 64, 64)), random.normal(size=64)
+  Z = Z + Z.transpose(0, 2, 1)
+  centre = symmetric_write.Centre(jnp.float32(middle)[None, None], jnp.float32(Z)[None, None])
+  states = symmetric_write.write(x, v, jnp.full((1, 1, 2), 0.5), centre, initial, interpret=interpreted)
 
   quarter = np.arange(64) // 16
   written = np.broadcast_to((quarter[:, None] <= quarter)[:, None], given.shape)
   state = given
   for chunk in range(2):
-    found = np.swapaxes(states.found[0, 0, 0, chunk], 1, 2)
-    comparing.assert_close(found[written], state[written], 5e-3, "found")
+    found, about = np.swapaxes(states.found[0, 0, 0, chunk], 1, 2), state - Z[chunk][:, None] * middle[:, None]
+    comparing.assert_close(found[written], about[written], 5e-3, "found")
+    np.testing.assert_allclose(states.squares[0, 0, chunk], np.sum(about**2), rtol=5e-3)
     some = slice(256 * chunk, 256 * chunk + 256)
     keys, values = (np.asarray(a, np.float64) for a in (x[0, 0, :, some], v[0, some, 0]))
     state = 0.5 * state + np.einsum("at,tv,bt->avb", keys, values, keys)

@@ -6,11 +6,12 @@
 Here a state is not a vector of features but all products of two coordinates: a matrix dv x d for each coordinate a,
 in pieces of 64 coordinates where heads are wider.
 Attention inside chunks, states, and what is read of them are kernels, but for the normaliser of wide heads. A head that
-forgets so soon that reading all it remembers costs less has no state, but attention beyond its chunks.
+forgets so soon that reading all it remembers costs less has no state, but attention beyond its chunks, and so has one
+whose queries ask for what rounding has drowned in it.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from jaxtyping import Array, BFloat16, Bool, Float
 from csympow.features import pairs, symmetric
 from csympow.forms import anchors, near, rotating
 from csympow.forms.anchors import Ends
+from csympow.forms.centring import NO_MORE, centre
+from csympow.forms.faint import faint
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total
@@ -66,6 +69,7 @@ class _Saved(NamedTuple):
   keys: _Keys | None  # none if there will be no gradient
   G: Total
   rotation: rotating.Rotation | None
+  centre: BFloat16[Array, "B H dv"]  # states are of values less this
   initial: Full | None
   found: BFloat16[Array, "B H m n w w w"]  # the S that each chunk finds
   Z: BFloat16[Array, "B H n terms d d"]  # and its Z, in terms
@@ -87,15 +91,15 @@ def attend(
   q, k, v = map(_widened, x[:3])
   rotation = rotating.padded(x.rotation, 0, k.shape[-1])
   full = None if memory is None else _full(memory, head_dim)
-  y, full = _attend(near.Tokens(q, k, v, x.log_gate, rotation), full, settings, dtype, return_memory)
+  y, full = _attend(near.Tokens(q, k, v, x.log_gate, rotation), full, settings, dtype, return_memory, head_dim)
   return y[..., :value_dim], None if full is None else _features(full, head_dim, value_dim)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def _attend(
-  x: near.Tokens, initial: Full | None, settings: Settings, dtype: DTypeLike, return_final: bool
+  x: near.Tokens, initial: Full | None, settings: Settings, dtype: DTypeLike, return_final: bool, head_dim: int
 ) -> tuple[Float[Array, "B T H g dv"], Full | None]:
-  return _forward(x, initial, settings, dtype, return_final, save=False)[0]
+  return _forward(x, initial, settings, dtype, return_final, head_dim, save=False)[0]
 
 
 def _forward(
@@ -104,6 +108,7 @@ def _forward(
   settings: Settings,
   dtype: DTypeLike,
   return_final: bool,
+  head_dim: int,
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Full | None], _Saved]:
   power, interpret = settings.power, settings.interpret
@@ -123,27 +128,36 @@ def _forward(
   if initial is not None:
     initial = Full(initial.S / _of_pieces(scale), initial.Z / scale)
   across = discounts.across
-  start = None if initial is None else initial.S
-  sizes = across.shape[1:]
-  if once:
-    (root,), keys = k_copies, None
-    S = symmetric_write.write(root, x.v, across, start, has_state=x.has_state, interpret=interpret)
-    added = gram.gram(root, None, None, *sizes, time_last=True, has_state=x.has_state, interpret=interpret)
-  else:
-    keys = _Keys(*k_copies)
-    S = state_write.write(keys.x, x.v, keys.k, across, start, has_state=x.has_state, interpret=interpret)
-    added = gram.gram(keys.x, keys.k, None, *sizes, time_last=True, has_state=x.has_state, interpret=interpret)
+  middle = _centre(x.v, initial, across.shape[2])
+  keys = None if once else _Keys(*k_copies)
+  left, right = (k_copies[0], None) if keys is None else (keys.x, keys.k)
+  how: dict[str, Any] = {"has_state": x.has_state, "interpret": interpret}
+  added = gram.gram(left, right, None, *across.shape[1:], time_last=True, **how)
   Z = scan.scan(added, across, None if initial is None else initial.Z, interpret=interpret)
+  if keys is None:
+    start = None if initial is None else initial.S
+    of_sums = symmetric_write.Centre(middle.astype(jnp.float32), jnp.sum(Z.found, axis=3, dtype=jnp.float32))
+    S = symmetric_write.write(left, x.v, across, of_sums, start, **how)
+  else:
+    initial = None if initial is None else _about(initial, middle)
+    start = None if initial is None else initial.S
+    S = state_write.write(keys.x, x.v, keys.k, across, start, centre=middle, **how)
 
   # Gradients need what rounding to 16 bits would lose.
   wanted = jnp.float32 if save else jnp.bfloat16
   found = S.found, Z.found, discounts.since_start
-  far = state_read.read(time_last, x.q, *found, has_state=x.has_state, by_rows=once, dtype=wanted, interpret=interpret)
-  carried = attention_forward.Carried(*far, x.has_state)
+  far = state_read.read(time_last, x.q, *found, by_rows=once, dtype=wanted, **how)
+  # What a state in or out does to gradients is left to states.
+  if across.shape[2] > 1 and initial is None and not (return_final and save):
+    assert S.squares is not None
+    size = jnp.linalg.norm(middle.astype(jnp.float32), axis=-1)
+    x = near.read_without_states(x, faint(x.q, far, discounts.since_start, S.squares, size, added, head_dim))
+  carried = attention_forward.Carried(*far, x.has_state, middle.astype(jnp.float32))
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, Z.final) if return_final else None
-  saved = _Saved(x, keys, G, rotation, initial, S.found, Z.found, final, y, far.normaliser >= 0)
-  result = None if final is None else Full(final.S * _of_pieces(scale), final.Z * scale)
+  saved = _Saved(x, keys, G, rotation, middle, initial, S.found, Z.found, final, y, far.normaliser >= 0)
+  result = final if once or final is None else _about(final, -middle)
+  result = None if result is None else Full(result.S * _of_pieces(scale), result.Z * scale)
   return (y.high.reshape(*q.shape[:-1], -1), result), saved
 
 
@@ -151,10 +165,11 @@ def _backward(
   settings: Settings,
   dtype: DTypeLike,
   return_final: bool,
+  head_dim: int,
   saved: _Saved,
   cotangents: tuple[Float[Array, "B T H g dv"], Full | None],
 ) -> tuple[near.Tokens, Full | None]:
-  del return_final
+  del return_final, head_dim
   (dy, dfinal), x, interpret = cotangents, saved.operands, settings.interpret
   discounts = _discounts(near.Exponents(x.q_exponent, x.exponent, x.top), saved.G, settings.chunk)
   given = near.cotangents(saved.y, dy)
@@ -166,7 +181,7 @@ def _backward(
   if dfinal is not None:
     pieces = Pieces.of(x.q.shape[-1], x.v.shape[-1])
     summed = pieces.cut(symmetric(pieces.joined(dfinal.S)))
-    dfinal = Full(summed * _of_pieces(scale), symmetric(dfinal.Z) * scale)
+    dfinal = _transposed_about(Full(summed * _of_pieces(scale), symmetric(dfinal.Z) * scale), -saved.centre)
 
   across = discounts.across
   dS = state_write.write(
@@ -184,7 +199,7 @@ def _backward(
   assert keys is not None
   # The very keys, discounted, that the states have, or queries' pulls and keys' would not cancel.
   (k_discounted,) = copies(x.keys.plain, [_discounted_keys(discounts)], after=dS.final, interpret=interpret)
-  dnormaliser = -given.delta * inverse
+  dnormaliser = (_along(given.dy, saved.centre) - given.delta) * inverse
   added = gram.gram(
     queries.q, queries.q, dnormaliser, *across.shape[1:], time_last=False, has_state=x.has_state, interpret=interpret
   )
@@ -192,19 +207,24 @@ def _backward(
 
   transposed = functools.partial(state_read.read_transposed, has_state=x.has_state, interpret=interpret)
   dq = transposed(queries.x, given.dy, saved.found, queries.q, saved.Z, inside.q, w_scale=dnormaliser)
-  dk = transposed(keys.x, x.v, dS.found, k_discounted, dZ.found, inside.k, scale=discounts.k_scale)
+  found = dS.found, k_discounted, dZ.found
+  dk = transposed(keys.x, x.v, *found, inside.k, scale=discounts.k_scale, centre=saved.centre)
   dv = state_read.read_values(keys.x, keys.k, dS.found, inside.v, has_state=x.has_state, interpret=interpret)
 
   assert dS.inner is not None
-  ends = _at_ends(saved, dS.inner, dZ.found, dfinal, Full(dS.final, dZ.final))
+  dinitial = Full(dS.final, dZ.final)
+  ends = _at_ends(saved, dS.inner, dZ.found, dfinal, dinitial)
   dtypes = (dtype if saved.initial is None else jnp.float32, dtype)
   of_kernels = inside._replace(q=dq, k=dk)
   dq, dk, pulls = near.finished(x, of_kernels, saved.rotation, dtypes, settings, inside)
   dlog_gate, drotation = anchors.cotangents(
     pulls, ends, saved.rotation, near.totals_kernel(settings), has_state=x.has_state
   )
-  dinitial = None if saved.initial is None else Full(dS.final / _of_pieces(scale), dZ.final / scale)
-  return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), dinitial
+  dtokens = near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation)
+  if saved.initial is None:
+    return dtokens, None
+  dinitial = _transposed_about(dinitial, saved.centre)
+  return dtokens, Full(dinitial.S / _of_pieces(scale), dinitial.Z / scale)
 
 
 _attend.defvjp(_forward, _backward)
@@ -213,6 +233,33 @@ _attend.defvjp(_forward, _backward)
 def _of_pieces(scale: Float[Array, "B H 1 1"]) -> Float[Array, "B H 1 1 1 1"]:
   """For a state in pieces what `scale` is for Z."""
   return scale[..., None, None]
+
+
+def _centre(v: BFloat16[Array, "B T H dv"], initial: Full | None, count: int) -> BFloat16[Array, "B H dv"]:
+  """What states are about: the mean of values, or 0 if the given one is not."""
+  middle = centre(v, count)
+  if initial is None:
+    return middle
+  before, after = (jnp.sum(x.S**2, axis=(2, 3, 4, 5)) for x in (initial, _about(initial, middle)))
+  return jnp.where((after <= NO_MORE * before)[..., None], middle, jnp.zeros_like(middle))
+
+
+def _about(x: Full, middle: Float[Array, "B H dv"]) -> Full:
+  """The state of values less `middle`."""
+  common = x.Z[:, :, :, None] * middle.astype(jnp.float32)[:, :, None, :, None]
+  return Full(x.S - Pieces.of(x.Z.shape[-1], middle.shape[-1]).cut(common), x.Z)
+
+
+def _transposed_about(dx: Full, middle: Float[Array, "B H dv"]) -> Full:
+  """From the cotangent of `_about`'s result that of its argument."""
+  S = Pieces.of(dx.Z.shape[-1], middle.shape[-1]).joined(dx.S)
+  return Full(dx.S, dx.Z - jnp.einsum("bhaud,bhu->bhad", S, middle.astype(jnp.float32), precision="highest"))
+
+
+def _along(dy: Float[Array, "B T Hq dv"], middle: Float[Array, "B H dv"]) -> Float[Array, "B Hq T"]:
+  """The inner products."""
+  middle = jnp.repeat(middle.astype(jnp.float32), dy.shape[2] // middle.shape[1], axis=1)
+  return jnp.moveaxis(jnp.sum(dy * middle[:, None], axis=-1), 1, 2)
 
 
 def _of_queries(factor: Float[Array, "B Hq T"]) -> tuple[Copy, Copy]:

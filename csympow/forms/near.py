@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Float, Float16, Int
+from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 
 from csympow.forms.rotating import Rotation, angles, padded, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head, for_each
-from csympow.forms.visible import Tiles, Visible, all_alike, visible
+from csympow.forms.visible import Tiles, Visible, all_alike, visible, without_states
 from csympow.prefix import Total, TotalsKernel, prefix_sum
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients
 from kernels_pallas.gpu.copies import Copy, copies
@@ -227,6 +227,13 @@ def operands_and_copies(
     has_state=seen.has_state,
   )
   return found, q_copies, k_copies
+
+
+def read_without_states(x: Operands, heads: Bool[Array, "B H"]) -> Operands:
+  """For some heads whose queries are to read all keys instead."""
+  seen = without_states(Visible(x.keys.first, x.ends.last, x.has_state), Total(*x.ends.total), heads)
+  keys, ends = x.keys._replace(first=seen.first), x.ends._replace(last=seen.last)
+  return x._replace(keys=keys, ends=ends, has_state=seen.has_state)
 
 
 def exponents(x: Tokens) -> Exponents:

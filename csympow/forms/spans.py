@@ -60,6 +60,13 @@ def in_spans(x: Array, count: int) -> Array:
   return jnp.moveaxis(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0)
 
 
+def some_of(x: Array, axis: int) -> Array:
+  """Tokens that stand for all of them: one of 64, or of fewer if there would not be 1,024 left."""
+  time = x.shape[axis]
+  each = 64 if time >= 2**16 else 2 ** max(0, time.bit_length() - 11)
+  return lax.slice_in_dim(x, each // 2, None, each, axis)
+
+
 def heads_first(x: Float[Array, "B T H *g d"]) -> Float[Array, "B H *g T d"]:
   """From the op's layout to that of a span."""
   return jnp.moveaxis(x, 1, -2)

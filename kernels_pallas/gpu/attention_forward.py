@@ -19,6 +19,7 @@ because the power multiplies their rounding, and the inputs are scaled so that t
 given, which are not rounded.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +72,8 @@ class Carried(NamedTuple):
 
   numerator: Float[Array, "B T Hq dv"]
   normaliser: Float[Array, "B Hq T"]
-  has_state: Int[Array, "B H"] | None = None  # 0: in the head there was none, and the other two are anything
+  has_state: Int[Array, "B H"] | None = None  # 0: in the head there was none, and the first two are anything
+  centre: Float[Array, "B H dv"] | None = None  # the numerator is that of values less this
 
 
 class Outputs(NamedTuple):
@@ -297,28 +299,39 @@ def forward(
         since_start = jnp.exp2(gate)
         sums[...] = sums[...] * down(since_start, sums.shape)
         normaliser = normaliser * down(since_start, normaliser.shape)
+        if carried is not None:  # now, for in the end ptxas would be short of registers
+          lax.fori_loop(0, states, functools.partial(add_state, sums), None)
         normaliser = lax.fori_loop(0, second, lambda _, x: near_block(0, x, sums, False), normaliser)
         normaliser = near_block(second, normaliser, sums, True)
         return sums[...], normaliser.sum(axis=1)
 
-      gate = plgpu.load(gate_smem.at[mine], layout=WGMMA.reduce(1), optimized=False)
-      total, normaliser = gathered(staging[1].at[thread]) if staging else pl.run_scoped(gathered, accumulator)
+      def from_state():
+        """Its normaliser; and whether there is anything to be found."""
+        weight = plgpu.load(weight_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
+        return weight, weight >= 0
 
-      def add_state(_, sums):
-        total, normaliser = sums
+      def add_state(sums, _, none):
+        centre: Any = None
+        if carried_refs.centre is not None:  # early, for it comes from afar
+          centre = plgpu.load(carried_refs.centre.at[b, kv], layout=WGMMA.reduce(0), optimized=False)
         plgpu.barrier_wait(carried_filled)
         source = carried_refs.numerator.at[b, rows, head] if wide else carried_smem.at[thread]
-        weight = plgpu.load(weight_smem.at[thread], layout=WGMMA.reduce(1), optimized=False)
-        heard = weight >= 0
-        from_state = plgpu.load(source, layout=WGMMA, optimized=not wide).astype(f32)
-        total = total + from_state * down(jnp.where(heard, 1.0, 0.0), total.shape)
-        return total, normaliser + jnp.where(heard, weight, 0.0)
+        weight, heard = from_state()
+        added = plgpu.load(source, layout=WGMMA, optimized=not wide).astype(f32)
+        if centre is not None:
+          added = added + across(centre, added.shape) * down(weight, added.shape)
+        sums[...] = sums[...] + added * down(jnp.where(heard, 1.0, 0.0), added.shape)
+        return none
 
-      if carried is not None and carried.has_state is None:
-        total, normaliser = add_state(0, (total, normaliser))
-      elif carried is not None:
-        states = unless_stateless(1, carried_refs.has_state, b, kv)
-        total, normaliser = lax.fori_loop(0, states, add_state, (total, normaliser))
+      def add_weight(_, normaliser):
+        weight, heard = from_state()
+        return normaliser + jnp.where(heard, weight, 0.0)
+
+      gate = plgpu.load(gate_smem.at[mine], layout=WGMMA.reduce(1), optimized=False)
+      states = unless_stateless(1, None if carried is None else carried_refs.has_state, b, kv)
+      total, normaliser = gathered(staging[1].at[thread]) if staging else pl.run_scoped(gathered, accumulator)
+      if carried is not None:
+        normaliser = lax.fori_loop(0, states, add_weight, normaliser)
       found = normaliser > SMALLEST
       inverse = jnp.where(found, 1.0 / jnp.where(found, normaliser, 1.0), 0.0)
       y = total * down(inverse, total.shape)

@@ -39,6 +39,7 @@ from kernels_pallas.gpu.tiles import (
   STATE_WIDTH,
   WGMMA,
   accumulate,
+  across,
   down,
   multiply,
   shared,
@@ -68,6 +69,7 @@ class _Options(NamedTuple):
   rows: Float[Array, "B T Hq _"] | None = None  # to be added, in the type of the sum; of the whole head, or the piece
   scale: Float[Array, "B Hq T"] | None = None
   has_state: Int[Array, "B H"] | None = None
+  centre: BFloat16[Array, "B H dv"] | None = None  # taken from what x is multiplied by
 
 
 def read(
@@ -107,16 +109,20 @@ def read_transposed(
   w_scale: Float[Array, "B Hq T"] | None = None,
   scale: Float[Array, "B Hq T"] | None = None,
   has_state: Int[Array, "B H"] | None = None,
+  centre: BFloat16[Array, "B H dv"] | None = None,
   interpret: Any = None,
 ) -> Float[Array, "B T Hq d"]:
-  """rows_i + scale_i (sum_a (x_ia y_i) S[a]^T + w_scale_i w_i Z); anything in heads without a state."""
+  """rows_i + scale_i (sum_a (x_ia y_i) S[a]^T + w_scale_i w_i Z); anything in heads without a state.
+
+  Of y less `centre`, if that is given.
+  """
   pieces = _pieces(x, S)
 
   def of_columns(j: int) -> Float[Array, "B T Hq w"]:
     found = rows
     for i in range(pieces.first):
       for u in range(pieces.values):
-        given = _Options(rows=found, scale=scale, has_state=has_state)
+        given = _Options(rows=found, scale=scale, has_state=has_state, centre=centre)
         given = given._replace(Z=Z, w=w, w_scale=w_scale) if u == 0 else given
         (found,) = _read(x, y, S, given, Piece(i, j, u), transposed=True, interpret=interpret)
     return found
@@ -301,6 +307,9 @@ def _read(
         # By way of memory, or ptxas would keep the two halves of each register apart.
         rounded_smem[thread] = y.astype(f32).astype(x.dtype)
         y = plgpu.load(rounded_smem.at[thread], layout=WGMMA, optimized=False)
+      if options.centre is not None:
+        centre = plgpu.load(options.centre.at[b, source, coordinates(of_y)], layout=WGMMA.reduce(0), optimized=False)
+        y = y - across(centre, y.shape)
       initial = plgpu.layout_cast(jnp.zeros((ROWS, width), f32), WGMMA)
       if options.w is not None:
         initial = times_Z(plgpu.load(w_smem.at[thread], layout=WGMMA, optimized=False))

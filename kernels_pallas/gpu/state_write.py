@@ -28,6 +28,7 @@ from kernels_pallas.gpu.tiles import (
   WGMMA,
   accumulate,
   across,
+  down,
   fastest,
   multiply,
   shared,
@@ -52,6 +53,7 @@ class States(NamedTuple):
   found: BFloat16[Array, "B H m n w w w"]
   final: Float[Array, "B H m w w w"]
   inner: Float[Array, "B H m n w 2 w"] | None
+  squares: Float[Array, "B H n"] | None  # of all numbers of a found state, summed; none of a reverse scan
 
 
 def write(
@@ -63,13 +65,15 @@ def write(
   *,
   others: BFloat16[Array, "B H m n w w w"] | None = None,
   has_state: Int[Array, "B H"] | None = None,
+  centre: BFloat16[Array, "B H dv"] | None = None,
   reverse: bool = False,
   interpret: Any = None,
 ) -> States:
   """Scans over the chunks, from the last to the first if `reverse`; several heads may share a state.
 
   The discount until the chunk is left is in `x`. `others`, for a reverse scan, are the states that the forward one
-  found, to take inner products with. Heads without a state (`has_state` 0) are left out: what they find is anything.
+  found, to take inner products with. All states are of values less `centre`. Heads without a state (`has_state` 0) are
+  left out: what they find is anything.
   """
   assert others is None or reverse
   batch, all_heads, head_dim, time = x.shape
@@ -80,14 +84,17 @@ def write(
   owned = computing * each  # coordinates
   visits, slices = group * blocks, -(-width // owned)
   slots = 6 if others is None else 4
+  given = initial, others, has_state, centre
 
   def kernel(x_ref, v_ref, k_ref, decay_ref, *more):
     refs = list(more)
     others_ref: Any
     has_state_ref: Any
-    initial_ref, others_ref, has_state_ref = (None if x is None else refs.pop(0) for x in (initial, others, has_state))
+    centre_ref: Any
+    initial_ref, others_ref, has_state_ref, centre_ref = (None if x is None else refs.pop(0) for x in given)
     found_ref, final_ref = refs.pop(0), refs.pop(0)
     inner_ref: Any = None if others is None else refs.pop(0)
+    squares_ref: Any = None if reverse else refs.pop(0)
     x_smem, v_smem, k_smem, s_smem, others_smem, filled, freed, others_filled, others_freed, *staging = refs
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     rest, share = (f(item, jnp.int32(slices)) for f in (lax.div, lax.rem))
@@ -104,6 +111,8 @@ def write(
     def compute():
       plgpu.set_max_registers(REGISTERS[computing], action="increase")
       places = [thread * each + n for n in range(each)]  # of the coordinates among the block's
+      if centre is not None:
+        middle = plgpu.load(centre_ref.at[b, head, coordinates(piece.u)], layout=WGMMA.reduce(1), optimized=False)
 
       def store(states, target):
         """Leaves a copy of the states in memory."""
@@ -135,6 +144,9 @@ def write(
         c = chunk_of(i)
         kept = decay_ref[b, head, c]  # early, for it comes from afar
         store(states, found_ref.at[b, head, number, c])
+        if not reverse:
+          for state, place in zip(states, places, strict=True):
+            squares_ref[b, head, number, c, first + place] = (state * state).sum(axis=1)
         if others is not None:
 
           @pl.when(i > 0)  # after the last chunk there is no other state
@@ -154,6 +166,8 @@ def write(
             slot = lax.rem(visited, jnp.int32(slots))
             plgpu.barrier_wait(filled.at[slot])
             values = plgpu.load(v_smem.at[slot].transpose((1, 0)), layout=WGMMA)
+            if centre is not None:
+              values = values - down(middle, values.shape)
             for total, place in zip(sums, places, strict=True):
               along = plgpu.load(x_smem.at[slot, place], layout=WGMMA.reduce(0), optimized=False)
               left = values * across(along, values.shape)
@@ -169,8 +183,8 @@ def write(
       if initial_ref is None:
         states = (plgpu.layout_cast(jnp.zeros((width, width), jnp.float32), WGMMA),) * each
       else:  # times 1: to shard_map what was loaded varies over its axes, and what was computed does not
-        given = initial_ref.at[b, head, number]
-        states = tuple(1 * plgpu.load(given.at[first + n], layout=WGMMA, optimized=False) for n in places)
+        matrices = initial_ref.at[b, head, number]
+        states = tuple(1 * plgpu.load(matrices.at[first + n], layout=WGMMA, optimized=False) for n in places)
       states = lax.fori_loop(0, chunks, advance, states)
       if others is not None:
         wait_if((thread == 0) & (chunks > 1), others_freed)  # leave no arrival unseen
@@ -217,6 +231,8 @@ def write(
   ]
   if others is not None:
     outputs.append(jax.ShapeDtypeStruct((*shape, count, width, 2, width), jnp.float32))
+  if not reverse:
+    outputs.append(jax.ShapeDtypeStruct((*shape, count, width, width), jnp.float32))
   results = plgpu.kernel(
     kernel,
     out_type=outputs,
@@ -228,9 +244,10 @@ def write(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="state_write",
-  )(x, v, k, decay, *(array for array in (initial, others, has_state) if array is not None))
-  found, final, *inner = varying_as(x, results)
-  return States(found, final, inner[0] if inner else None)
+  )(x, v, k, decay, *(array for array in given if array is not None))
+  found, final, *more = varying_as(x, results)
+  inner = None if others is None else more.pop(0)
+  return States(found, final, inner, None if reverse else jnp.sum(more[0], axis=(2, 4, 5)))
 
 
 def _shares(rows: int) -> tuple[int, int]:

@@ -39,6 +39,7 @@ from kernels_pallas.gpu.tiles import (
   WGMMA,
   accumulate,
   across,
+  down,
   fastest,
   multiply,
   shared,
@@ -68,6 +69,13 @@ class _Kind(NamedTuple):
     return pl.ds(0, boundary), pl.ds(boundary, STATE_WIDTH - boundary)
 
 
+class Centre(NamedTuple):
+  """States of values less `values` are less Z_ab times that, Z being what is found of sums without values."""
+
+  values: Float[Array, "B H dv"]
+  Z: Float[Array, "B H n d d"]
+
+
 _KINDS = (
   _Kind((0, 0), (range(32), range(32, 64)), 16),
   _Kind((16, 48), (range(16, 64), range(48, 64)), 16),
@@ -79,6 +87,7 @@ def write(
   x: BFloat16[Array, "B H d T"],
   v: BFloat16[Array, "B T H dv"],
   decay: Float[Array, "B H n"],
+  centre: Centre,
   initial: Float[Array, "B H 1 w w w"] | None,
   *,
   has_state: Int[Array, "B H"] | None = None,
@@ -86,8 +95,9 @@ def write(
 ) -> States:
   """Of heads of 64, from keys times the root of the discount until the chunk is left.
 
-  The matrices `found` are S[a]^T; what is below the quarters on the diagonal is not written, and 0 in `final`. Heads
-  without a state (`has_state` 0) are left out: what they find is anything.
+  The matrices `found` are S[a]^T, about `centre`; what is below the quarters on the diagonal is not written, and 0 in
+  `final`, which is of values as they are. Heads without a state (`has_state` 0) are left out: what they find is
+  anything.
   """
   batch, heads, width, time = x.shape
   count = decay.shape[2]
@@ -97,11 +107,11 @@ def write(
   owned = computing * each
   slices = [-(-kind.products // owned) for kind in _KINDS]
 
-  def kernel(x_ref, v_ref, decay_ref, *more):
+  def kernel(x_ref, v_ref, decay_ref, centre_ref, z_ref, *more):
     refs = list(more)
     has_state_ref: Any
     initial_ref, has_state_ref = (None if array is None else refs.pop(0) for array in (initial, has_state))
-    found_ref, final_ref, a_smem, b_smem, v_smem, s_smem, filled, freed, *staging = refs
+    found_ref, final_ref, squares_ref, a_smem, b_smem, v_smem, s_smem, filled, freed, *staging = refs
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, share = (f(item, jnp.int32(sum(slices))) for f in (lax.div, lax.rem))
     b, head = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
@@ -133,9 +143,22 @@ def write(
               part = target.at[a + first + place, pl.ds(window.start, len(window))]
               plgpu.copy_smem_to_gmem(s_smem.at[place, rows], part)
 
-      def advance(c, states):
-        kept = decay_ref[b, head, c]  # early, for it comes from afar
-        store(states, found_ref.at[b, head, 0, c])
+      def weights(c):
+        """What a chunk finds of sums without values, for each row of a product. Early, for it comes from afar."""
+        return tuple(1 * plgpu.load(z_ref.at[b, head, c, n], layout=WGMMA.reduce(1), optimized=False) for n in numbers)
+
+      def advance(c, carry):
+        states, Z = carry
+        kept, of_next = decay_ref[b, head, c], weights(jnp.minimum(c + 1, count - 1))
+        shape = (width, width)
+        centred = [s - down(of_s, shape) * across(middle, shape) for s, of_s in zip(states, Z, strict=True)]
+        store(centred, found_ref.at[b, head, 0, c])
+        for state, place, number in zip(centred, places, numbers, strict=True):
+
+          @unless_another_does(place)
+          def _(state=state, number=number):
+            squares_ref[b, head, c, number] = (state * state).sum(axis=1)
+
         decayed = tuple(state * kept for state in states)
 
         def add(*sums):
@@ -154,14 +177,15 @@ def write(
 
           lax.fori_loop(0, jnp.int32(visits), visit, None)
 
-        return accumulate(add, decayed, interpret)
+        return accumulate(add, decayed, interpret), of_next
 
       if initial_ref is None:
         states = (plgpu.layout_cast(jnp.zeros((width, width), jnp.float32), WGMMA),) * each
       else:  # times 1: to shard_map what was loaded varies over its axes, and what was computed does not
         given = initial_ref.at[b, head]
         states = tuple(1 * plgpu.load(given.at[number], layout=WGMMA, optimized=False) for number in numbers)
-      states = lax.fori_loop(0, chunks, advance, states)
+      middle = plgpu.load(centre_ref.at[b, head], layout=WGMMA.reduce(0), optimized=False)
+      states, _ = lax.fori_loop(0, chunks, advance, (states, weights(0)))
       for state, place, number in zip(states, places, numbers, strict=True):
 
         @unless_another_does(place)
@@ -202,6 +226,7 @@ def write(
     out_type=(
       jax.ShapeDtypeStruct((batch, heads, 1, count, width, width, width), x.dtype),
       jax.ShapeDtypeStruct((batch, heads, products, width, width), jnp.float32),
+      jax.ShapeDtypeStruct((batch, heads, count, products, width), jnp.float32),
     ),
     scratch_types=[
       plgpu.SMEM((_SLOTS, 2, owned, _VISIT), x.dtype),
@@ -219,9 +244,9 @@ def write(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="symmetric_write",
-  )(x, v, decay, *given)
-  found, final = varying_as(x, results)
-  return States(found, _matrices(final), None)
+  )(x, v, decay, centre.values, centre.Z[:, :, :, *_coordinates()], *given)
+  found, final, squares = varying_as(x, results)
+  return States(found, _matrices(final), None, jnp.sum(squares * _times(), axis=(3, 4)))
 
 
 def _first(kind: _Kind, share: Any, owned: int) -> Any:
@@ -265,6 +290,12 @@ def _coordinates() -> tuple[np.ndarray, np.ndarray]:
   ]
   a, b = np.reshape(pairs, (-1, STATE_WIDTH, 2)).transpose(2, 0, 1)
   return a, b
+
+
+def _times() -> Float[np.ndarray, "products w"]:
+  """How often a state has what each row is: twice if a and b are of different quarters."""
+  a, b = (coordinates // _QUARTER for coordinates in _coordinates())
+  return np.where(a == b, np.float32(1), np.float32(2))
 
 
 def _products(S: Float[Array, "B H 1 w w w"]) -> Float[Array, "B H products w w"]:
