@@ -92,10 +92,10 @@ def centre_of(v):
 
 
 def test_states_are_about_the_mean_of_values():
-  means = np.random.default_rng(1).normal(size=WIDTH)
+  means = np.linspace(-3, 3, WIDTH)
   found = centre_of(values([means] * CHUNKS))
-  assert np.max(np.abs(found - means)) < 0.25
-  assert np.linalg.norm(found - means) < 0.1 * np.linalg.norm(means)
+  assert np.linalg.norm(found - means) < 0.06 * np.linalg.norm(means)
+  assert np.all(found[np.abs(means) < 0.1] == 0)  # of 256 values that might be chance
 
 
 @pytest.mark.parametrize("mean", [0.3, 1.0, 5.0])
@@ -115,7 +115,7 @@ def test_states_are_about_0_if_values_of_some_chunk_are_not_about_the_mean(means
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
 def test_values_that_are_no_numbers_do_not_make_others_none(bad):
-  found = centre_of(values([1.0] * 4).at[0, 700, 0, 3].set(bad))
+  found = centre_of(values([1.0] * 4).at[0, 702, 0, 3].set(bad))
   assert np.all(np.isfinite(found))
   assert found[3] == 0
 

@@ -22,14 +22,15 @@ _SURELY = 4  # times the error that it has for being that of some values only, a
 def centre(v: BFloat16[Array, "B T H dv"], count: int) -> BFloat16[Array, "B H dv"]:
   """About the mean of values, of those that are not 0; or 0 if in one of `count` chunks they are not about it."""
   some = some_of(v, 1).astype(jnp.float32).reshape(v.shape[0], count, -1, *v.shape[2:])
-  sums = jnp.sum(some, axis=2), jnp.sum(some * some, axis=2), jnp.sum(jnp.any(some != 0, axis=-1), axis=2)
-  total, square, counted = lax.optimization_barrier(sums)  # or XLA would sum over all chunks from the values again
-  counted = counted[..., None]
-  in_all = jnp.maximum(jnp.sum(counted, axis=1), 1)
-  mean, mean_square = jnp.sum(total, axis=1) / in_all, jnp.sum(square, axis=1) / in_all
+  kinds = jnp.stack([some, some * some, jnp.where(some != 0, 1.0, 0.0)])
+  by_chunk = lax.optimization_barrier(jnp.sum(kinds, axis=3))  # or XLA would begin with the values again below
+  total, square, counted = by_chunk
+  sums = jnp.sum(by_chunk, axis=2)
+  in_all = jnp.maximum(sums[2], 1)
+  mean, mean_square = sums[0] / in_all, sums[1] / in_all
   step = _STEP * jnp.exp2(jnp.floor(0.5 * jnp.log2(jnp.maximum(mean_square, 2.0**-100))))
   counts = mean**2 * in_all > _SURELY**2 * mean_square
   middle = jnp.where(counts, step * jnp.round(mean / step), 0.0)[:, None]
   rest = square + counted * middle**2 - 2 * middle * total
-  fits = jnp.all(jnp.sum(rest, axis=-1) <= NO_MORE * jnp.sum(square, axis=-1), axis=1)  # numbers only
+  fits = jnp.all(jnp.sum(rest - NO_MORE * square, axis=-1) <= 0, axis=1)  # numbers only
   return jnp.where(fits[..., None], middle[:, 0], 0.0).astype(v.dtype)

@@ -55,6 +55,6 @@ def faint(
   # Values that are all but the same differ by their own rounding.
   floor = _UNIT * centre[:, :, None, None, None] * jnp.maximum(far, 0.0)
   error = jnp.minimum(share * noise / (jnp.sqrt(square(some_vectors(found.numerator))) + floor), 1.0)
-  asks = noise > 0
-  mean = jnp.sum(jnp.where(asks, error, 0.0) ** 2, axis=(-2, -1)) / jnp.maximum(jnp.sum(asks, axis=(-2, -1)), 1)
-  return jnp.max(mean, axis=-1) > AUDIBLE**2
+  # The mean square of those who ask, and what it may be.
+  excess = jnp.sum(jnp.where(noise > 0, error**2 - AUDIBLE**2, 0.0), axis=(-2, -1))
+  return jnp.any(excess > 0, axis=-1)

@@ -61,9 +61,8 @@ def in_spans(x: Array, count: int) -> Array:
 
 
 def some_of(x: Array, axis: int) -> Array:
-  """Tokens that stand for all of them: one of 64, or of fewer if there would not be 1,024 left."""
-  time = x.shape[axis]
-  each = 64 if time >= 2**16 else 2 ** max(0, time.bit_length() - 11)
+  """Tokens that stand for all of them: one of 64, or of fewer if there would not be 256 left."""
+  each = min(64, 2 ** max(0, x.shape[axis].bit_length() - 9))
   return lax.slice_in_dim(x, each // 2, None, each, axis)
 
 
