@@ -53,7 +53,7 @@ SHAPES = [
 ]
 
 
-@hypothesis.settings(max_examples=3)
+@hypothesis.settings(max_examples=2)
 @hypothesis.given(
   shape=st.sampled_from(SHAPES),
   gate=st.sampled_from(["learned", "resets"]),
@@ -74,7 +74,7 @@ def test_one_call_is_two_calls_at_any_split_is_token_by_token(shape, gate, forms
   assert_results_close(token_by_token(x, rest, power=case.power), one, 1e-5)
 
 
-@hypothesis.settings(max_examples=3)
+@hypothesis.settings(max_examples=2)
 @hypothesis.given(
   forms=st.tuples(*[st.sampled_from(FORMS)] * 2),
   gate=st.sampled_from(["learned", "resets"]),

@@ -354,7 +354,8 @@ def test_nothing_is_added_to_heads_without_a_state():
   case = Case(T=256, B=2, H=1, groups=2, d=32, dv=32, rotation="none", dtype="bfloat16", entry="attention")
   x, _ = comparing.inputs(case)
   settings = Settings(2, 256, TILE, TILE, "high", interpret=QUICKLY)
-  q, k, v, log_gate = (x[name] for name in ("q", "k", "v", "log_gate"))
+  # Two sequences that are the same, of which one has a state.
+  q, k, v, log_gate = (jnp.repeat(x[name][:1], 2, axis=0) for name in ("q", "k", "v", "log_gate"))
   tokens = near.Tokens(q.reshape(2, 256, 1, 2, 32), k, v, log_gate, None)
   G, exponents = near.running(log_gate, settings), near.exponents(tokens)
   operands, _, _ = near.operands_and_copies(tokens, G, exponents, (), (), settings)
@@ -362,15 +363,16 @@ def test_nothing_is_added_to_heads_without_a_state():
   by_query_head = jnp.repeat(has_state, 2, axis=1)[..., None] > 0
   weight = jnp.where(by_query_head, jnp.full((2, 2, 256), 2.0), jnp.nan)
   numerator = jnp.moveaxis(jnp.broadcast_to(3 * weight[..., None], (2, 2, 256, 32)), 1, 2)
+  centre = jnp.arange(32.0)
+  carried = attention_forward.Carried(numerator, weight, has_state, jnp.broadcast_to(centre, (2, 1, 32)))
   how = {"power": 2, "dtype": jnp.float32, "save_low": False, "interpret": QUICKLY}
-  alone = attention_forward.forward(operands.q, operands.keys, operands.v, **how)
-  carried = attention_forward.Carried(numerator, weight, has_state)
   found = attention_forward.forward(operands.q, operands.keys, operands.v, carried, **how)
-  normaliser = alone.normaliser + jnp.where(by_query_head, 2, 0)
-  np.testing.assert_allclose(found.normaliser, normaliser, rtol=1e-6)
-  own, total = (jnp.moveaxis(n, 1, 2)[..., None] for n in (alone.normaliser, normaliser))
-  expected = (alone.high * own + jnp.where(jnp.moveaxis(by_query_head, 1, 2)[..., None], 6, 0)) / total
-  np.testing.assert_allclose(found.high, expected, rtol=1e-5, atol=1e-6)
+  first = {name: array[:1] for name, array in x.items()}
+  expected = comparing.quadratic_results(first, {}, {"y": jnp.zeros((1, 256, 2, 32))}, power=2)["y"]
+  np.testing.assert_allclose(found.normaliser[1], found.normaliser[0] + 2, rtol=1e-6)
+  own, total = (jnp.moveaxis(n, 0, 1)[..., None] for n in found.normaliser)
+  comparing.assert_close(found.high[:1], expected, 5e-3, "y")
+  np.testing.assert_allclose(found.high[1], (found.high[0] * own + 6 + 2 * centre) / total, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
