@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import csympow
-from csympow.forms import near
+from csympow.forms import fused_chunked, near
 from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
 from kernels_pallas.gpu import attention_forward, state_write, symmetric_write
@@ -96,10 +96,19 @@ NARROW = [
 
 
 def reference(case):
-  weights = cotangents(case)
-  if case.entry == "attention":
-    return comparing.quadratic_results(*inputs(case), weights, power=case.power)
-  return comparing.reference_results(*inputs(case), weights, power=case.power)
+  return reference_of(case, *inputs(case))
+
+
+def reference_of(case, x, rest):
+  results = comparing.quadratic_results if case.entry == "attention" else comparing.reference_results
+  return results(x, rest, cotangents(case), power=case.power)
+
+
+def inputs_about(mean, case):
+  """Values that have that in common, and those of a state."""
+  x, rest = inputs(case)
+  x |= {"v": x["v"] + jnp.asarray(mean, x["v"].dtype)}
+  return (x | {"S": x["S"] + mean * x["Z"][..., None]} if "S" in x else x), rest
 
 
 @gpu
@@ -203,9 +212,11 @@ def test_queries_nearly_orthogonal_to_all_keys_are_right_on_the_chip(cosine, mea
   ids=str,
 )
 def test_values_that_have_much_in_common_are_right_on_the_chip(case):
-  x, rest = inputs(case)
-  x |= {"v": x["v"] + jnp.bfloat16(3)}
+  x, rest = inputs_about(3, case)
   results, expected = chunked_results(x, rest, cotangents(case), case.entry)
+  options = {"entry": case.entry, "power": 2, "form": "chunked", "chunk_size": 1024, "implementation": "pallas"}
+  without_gradients = jax.jit(functools.partial(comparing.call, rest=rest, **options))(x)
+  comparing.assert_close(without_gradients["y"], expected["y"], 5e-3, "y")
   turned = {name: results.pop(name) for name in ("dbeta",)}
   assert_results_close(results, expected, 5e-3 if case.entry == "attention" else 8e-3)
   assert_results_close(turned, {name: expected[name] for name in turned}, 8e-3)
@@ -331,10 +342,45 @@ FORWARD_ONLY = Case(T=260, B=1, H=1, groups=2, d=64, dv=64, dtype="bfloat16", en
   ids=str,
 )
 @pytest.mark.usefixtures("no_races")
-def test_a_chunked_pass_without_gradients_is_right_in_the_interpreter(case, detect_races):
-  x, rest = inputs(case)
+def test_a_chunked_pass_without_gradients_is_right_in_the_interpreter(case, detect_races, monkeypatch):
+  about = recorded(monkeypatch, fused_chunked, "_centre")
+  x, rest = inputs_about(2, case)
   results = attend(case, plgpu.InterpretGPUParams(detect_races=detect_races), 256)(x, rest)
-  assert_results_close(jax.tree.map(np.asarray, results), reference(case), 8e-3)
+  assert_results_close(jax.tree.map(np.asarray, results), reference_of(case, x, rest), 8e-3)
+  assert np.all(np.abs(np.float32(about[0]) - 2) < 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("case", "without_state"),
+  [
+    (Case(T=300, B=1, H=1, groups=2, d=64, dv=64, gate="weak", dtype="bfloat16", entry="continued"), []),
+    (Case(T=300, B=1, H=2, d=64, dv=64, gate="weak", dtype="bfloat16", entry="attention"), [True, False]),
+  ],
+  ids=str,
+)
+@pytest.mark.usefixtures("no_races")
+def test_values_with_much_in_common_and_heads_read_without_states_are_right(case, without_state, monkeypatch):
+  about = recorded(monkeypatch, fused_chunked, "_centre")
+  monkeypatch.setattr(fused_chunked, "faint", lambda heard: jnp.asarray([without_state]))
+  x, rest = inputs_about(2, case)
+  run = functools.partial(attend(case, plgpu.InterpretGPUParams(detect_races=True), 256), rest=rest)
+  results = comparing.with_gradients(run, x, cotangents(case))
+  assert_results_close(jax.tree.map(np.asarray, results), reference_of(case, x, rest), 5e-3)
+  assert np.all(np.abs(np.float32(about[0]) - 2) < 0.5)
+
+
+def recorded(monkeypatch, module, name):
+  """What that function of a module returns from now on."""
+  function, found = getattr(module, name), []
+
+  def call(*arguments):
+    result = function(*arguments)
+    jax.debug.callback(lambda x: found.append(np.asarray(x)), result)
+    return result
+
+  monkeypatch.setattr(module, name, call)
+  return found
 
 
 def shared_out(heads):

@@ -22,7 +22,7 @@ from csympow.features import pairs, symmetric
 from csympow.forms import anchors, near, rotating
 from csympow.forms.anchors import Ends
 from csympow.forms.centring import NO_MORE, centre
-from csympow.forms.faint import faint
+from csympow.forms.faint import Heard, faint
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total
@@ -128,7 +128,7 @@ def _forward(
   if initial is not None:
     initial = Full(initial.S / _of_pieces(scale), initial.Z / scale)
   across = discounts.across
-  middle = _centre(x.v, initial, across.shape[2])
+  middle = _centre(x.v, initial)
   keys = None if once else _Keys(*k_copies)
   left, right = (k_copies[0], None) if keys is None else (keys.x, keys.k)
   how: dict[str, Any] = {"has_state": x.has_state, "interpret": interpret}
@@ -150,8 +150,18 @@ def _forward(
   # What a state in or out does to gradients is left to states.
   if across.shape[2] > 1 and initial is None and not (return_final and save):
     assert S.squares is not None
-    size = jnp.linalg.norm(middle.astype(jnp.float32), axis=-1)
-    x = near.read_without_states(x, faint(x.q, far, discounts.since_start, S.squares, size, added, head_dim))
+    of_chunks = near.spans(G, settings.chunk)
+    heard = Heard(
+      q=x.q,
+      k=x.keys.plain,
+      k_scale=discounts.k_scale,
+      log_gate=of_chunks.G - of_chunks.before,
+      found=far,
+      squares=S.squares,
+      centre_size=jnp.linalg.norm(middle.astype(jnp.float32), axis=-1),
+      head_dim=head_dim,
+    )
+    x = near.read_without_states(x, faint(heard))
   carried = attention_forward.Carried(*far, x.has_state, middle.astype(jnp.float32))
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, Z.final) if return_final else None
@@ -235,9 +245,9 @@ def _of_pieces(scale: Float[Array, "B H 1 1"]) -> Float[Array, "B H 1 1 1 1"]:
   return scale[..., None, None]
 
 
-def _centre(v: BFloat16[Array, "B T H dv"], initial: Full | None, count: int) -> BFloat16[Array, "B H dv"]:
+def _centre(v: BFloat16[Array, "B T H dv"], initial: Full | None) -> BFloat16[Array, "B H dv"]:
   """What states are about: the mean of values, or 0 if the given one is not."""
-  middle = centre(v, count)
+  middle = centre(v)
   if initial is None:
     return middle
   before, after = (jnp.sum(x.S**2, axis=(2, 3, 4, 5)) for x in (initial, _about(initial, middle)))
@@ -257,7 +267,7 @@ def _transposed_about(dx: Full, middle: Float[Array, "B H dv"]) -> Full:
 
 
 def _along(dy: Float[Array, "B T Hq dv"], middle: Float[Array, "B H dv"]) -> Float[Array, "B Hq T"]:
-  """The inner products."""
+  """Inner products of rounded cotangents, those that the kernels have, and what values are less in states."""
   middle = jnp.repeat(middle.astype(jnp.float32), dy.shape[2] // middle.shape[1], axis=1)
   return jnp.moveaxis(jnp.sum(dy * middle[:, None], axis=-1), 1, 2)
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from csympow.prefix import Total
 
@@ -60,10 +61,10 @@ def in_spans(x: Array, count: int) -> Array:
   return jnp.moveaxis(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0)
 
 
-def some_of(x: Array, axis: int) -> Array:
-  """Tokens that stand for all of them: one of 64, or of fewer if there would not be 256 left."""
-  each = min(64, 2 ** max(0, x.shape[axis].bit_length() - 9))
-  return lax.slice_in_dim(x, each // 2, None, each, axis)
+def scattered(many: int, wanted: int) -> Int[np.ndarray, "wanted"]:
+  """So many of `many` places, in order: one in each of equal spans, but not always the same of a span."""
+  each, n = many // wanted, np.arange(wanted)
+  return (n * each + np.floor(each * (n * 0.6180339887 % 1))).astype(np.int32)
 
 
 def heads_first(x: Float[Array, "B T H *g d"]) -> Float[Array, "B H *g T d"]:

@@ -7,13 +7,15 @@ keys point (`kernels_pallas.gpu.bounds`, `kernels_pallas.gpu.reach`).
 
 Gates of about 0.999 leave some 8,000 tokens to be read, be the sequence 65,536 long. In the chunked form a head that
 forgets sooner, such that reading all it remembers costs less than a state, has none: its queries read beyond their
-chunk.
+chunk. So do those of a head whose states are too coarse for them (`csympow.forms.faint`).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 
@@ -59,7 +61,7 @@ def visible(x: Tiles, settings: Settings, beyond_chunks: bool = False) -> Visibl
   if settings.gated and settings.chunk == tiles * TILE >= LONG:
     first = _earliest(x, _fades(x, tiles - 1), settings)
     return Visible(first, _latest(first, tiles))
-  inside = _earliest_in_sight(x.before, x.end, in_chunk)
+  inside = _earliest_of_chunk(x, in_chunk)
   worth = tiles_of_a_state(x.head_dim, x.v.shape[3])
   if not (settings.gated and beyond_chunks and tiles * TILE >= LONG and tiles > worth):
     return Visible(inside, _latest(inside, in_chunk))
@@ -73,12 +75,9 @@ def visible(x: Tiles, settings: Settings, beyond_chunks: bool = False) -> Visibl
 
 def without_states(x: Visible, end: Total, heads: Bool[Array, "B H"]) -> Visible:
   """The same, but that queries of some `heads` read all keys in their sight; `end`: the totals at the tiles' ends."""
-  tiles = x.first.shape[2]
-  before = for_each(lambda total: jnp.pad(total[..., :-1], ((0, 0), (0, 0), (1, 0))), end)
   had_state = jnp.ones_like(heads) if x.has_state is None else x.has_state > 0
-  all_keys = _earliest_in_sight(before, end, tiles)
-  first = jnp.where((heads & had_state)[..., None], all_keys, x.first)
-  return Visible(first, _latest(first, tiles), (had_state & ~heads).astype(jnp.int32))
+  first = jnp.where((heads & had_state)[..., None], _earliest_in_sight(end.hi), x.first)
+  return Visible(first, _latest(first, first.shape[2]), (had_state & ~heads).astype(jnp.int32))
 
 
 def all_alike(time: int) -> bool:
@@ -122,12 +121,22 @@ def _latest(first: Int[Array, "B H n"], in_chunk: int) -> Int[Array, "B H n"]:
   return jnp.max(jnp.where(reads, place[:, None], 0), axis=-1).reshape(first.shape)
 
 
-def _earliest_in_sight(before: Total, end: Total, in_chunk: int) -> Int[Array, "B H n"]:
-  """The earliest of its chunk's tiles that each can see at all; totals are those of `Tiles`."""
-  place, shape = jnp.arange(in_chunk, dtype=jnp.int32), end.hi.shape
-  starts, ends = (for_each(lambda total: total.reshape(*shape[:2], -1, in_chunk), totals) for totals in (before, end))
+def _earliest_of_chunk(x: Tiles, in_chunk: int) -> Int[Array, "B H n"]:
+  """The earliest of its chunk's tiles that each can see at all."""
+  place = jnp.arange(in_chunk, dtype=jnp.int32)
+  by_chunk = (*x.decay.shape[:2], -1, in_chunk)
+  starts, ends = (for_each(lambda total: total.reshape(by_chunk), totals) for totals in (x.before, x.end))
   # Between the end of one tile and the start of a later one: B H chunk, query tile, key tile.
   between = for_each(lambda start: start[..., None], starts) - for_each(lambda end: end[..., None, :], ends)
   unseen = jnp.sum((between * LOG2E <= INVISIBLE) & (place < place[:, None]), axis=-1, dtype=jnp.int32)
   start = in_chunk * jnp.arange(unseen.shape[2], dtype=jnp.int32)[:, None]
-  return (start + unseen).reshape(shape)
+  return (start + unseen).reshape(x.decay.shape)
+
+
+def _earliest_in_sight(end: Float[Array, "B H n"]) -> Int[Array, "B H n"]:
+  """The earliest of all tiles that each can see at all, to a total's rounding: by search, for totals only fall."""
+  tiles = end.shape[2]
+  before = jnp.pad(end[..., :-1], ((0, 0), (0, 0), (1, 0)))
+  search = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
+  unseen = jax.vmap(search)(*(-x.reshape(-1, tiles) for x in (end, before - INVISIBLE / LOG2E)))
+  return jnp.minimum(unseen.reshape(end.shape).astype(jnp.int32), jnp.arange(tiles, dtype=jnp.int32))

@@ -72,8 +72,8 @@ def write(
   """Scans over the chunks, from the last to the first if `reverse`; several heads may share a state.
 
   The discount until the chunk is left is in `x`. `others`, for a reverse scan, are the states that the forward one
-  found, to take inner products with. All states are of values less `centre`. Heads without a state (`has_state` 0) are
-  left out: what they find is anything.
+  found, to take inner products with. States are of values less `centre`, and so must `initial` be. Heads without a
+  state (`has_state` 0) are left out: what they find is anything.
   """
   assert others is None or reverse
   batch, all_heads, head_dim, time = x.shape
