@@ -5,7 +5,7 @@ TRAIN_STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 
 TRAIN_ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -n 2 --dist loadfile
 BENCH_ARGS ?=
 
 .PHONY: train test lint bench clean

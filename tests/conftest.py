@@ -15,14 +15,6 @@ hypothesis.settings.register_profile("csympow", derandomize=True, deadline=None,
 hypothesis.settings.load_profile("csympow")
 
 
-# Files that take minutes come first, so that short ones are left to even out what two workers have to do.
-LONG = ("forms", "kernels", "runs", "visible", "train", "tpu_kernels", "model", "eval", "state", "readme")
-
-
-def pytest_collection_modifyitems(items):
-  items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
-
-
 @pytest.fixture
 def quick_compilation():
   """Little of the compiler's effort, for tests of whole programs in which nothing is timed."""
