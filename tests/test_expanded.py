@@ -27,7 +27,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-  ("d", "power", "T", "group"), [(3, 4, BLOCK, 1), slow(4, 4, BLOCK, 1), slow(3, 6, 2 * BLOCK, 2)]
+  ("d", "power", "T", "group"), [slow(3, 4, BLOCK, 1), slow(4, 4, BLOCK, 1), slow(3, 6, 2 * BLOCK, 2)]
 )
 @pytest.mark.usefixtures("no_races")
 def test_a_state_by_features_in_memory_is_the_state(d, power, T, group):
