@@ -134,13 +134,13 @@ def _forward(
   how: dict[str, Any] = {"has_state": x.has_state, "interpret": interpret}
   added = gram.gram(left, right, None, *across.shape[1:], time_last=True, **how)
   Z = scan.scan(added, across, None if initial is None else initial.Z, interpret=interpret)
+  if keys is not None and initial is not None:
+    initial = _about(initial, middle)
+  start = None if initial is None else initial.S
   if keys is None:
-    start = None if initial is None else initial.S
     of_sums = symmetric_write.Centre(middle.astype(jnp.float32), jnp.sum(Z.found, axis=3, dtype=jnp.float32))
     S = symmetric_write.write(left, x.v, across, of_sums, start, **how)
   else:
-    initial = None if initial is None else _about(initial, middle)
-    start = None if initial is None else initial.S
     S = state_write.write(keys.x, x.v, keys.k, across, start, centre=middle, **how)
 
   # Gradients need what rounding to 16 bits would lose.
