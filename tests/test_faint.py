@@ -1,6 +1,7 @@
 """Which heads are read without states, and what their states are about."""
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from csympow.forms import faint, visible
 from csympow.forms.centring import centre
 from csympow.prefix import Total
+from kernels_pallas.gpu.heard import heard
 from kernels_pallas.gpu.state_read import Found
+from kernels_pallas.gpu.tiles import ROWS
 from kernels_pallas.weights import INVISIBLE, LOG2E
 from tests.test_numerics import nearly_orthogonal
 
@@ -49,9 +52,14 @@ def read_by_chunk(q, k, v):
 
 
 def is_faint(q, k, found, squares, *, centre_size=0.0, log_gate=0.0):
-  heard = faint.Heard(
-    q=jnp.float32(q)[None, :, None],
-    k=jnp.float32(k)[None, :, None],
+  return bool(_is_faint(jnp.float16(q), jnp.float16(k), found, squares, centre_size, log_gate))
+
+
+@jax.jit
+def _is_faint(q, k, found, squares, centre_size, log_gate):
+  read = faint.Read(
+    q=q[None, :, None],
+    k=k[None, :, None],
     k_scale=jnp.ones((1, 1, TIME)),
     log_gate=jnp.full((1, 1, CHUNKS, CHUNK), log_gate),
     found=found,
@@ -59,7 +67,7 @@ def is_faint(q, k, found, squares, *, centre_size=0.0, log_gate=0.0):
     centre_size=jnp.full((1, 1), centre_size),
     head_dim=WIDTH,
   )
-  return bool(faint.faint(heard)[0, 0])
+  return faint.faint(read, plgpu.InterpretGPUParams())[0, 0]
 
 
 @pytest.mark.parametrize("cosine", [None, 0.3, 0.05, 0.03, 0.01])
@@ -115,6 +123,40 @@ def test_normalisers_that_are_drowned_and_sums_that_are_no_numbers_leave_a_head_
   assert is_faint(q, k, found._replace(normaliser=-found.normaliser), squares)
   late = found.numerator.at[:, 3 * CHUNK :].set(jnp.inf)
   assert is_faint(q, k, found._replace(numerator=late), squares.at[..., 3].set(jnp.nan))
+
+
+@pytest.mark.parametrize(
+  "interpret",
+  [plgpu.InterpretGPUParams(detect_races=True), pytest.param(None, marks=pytest.mark.gpu)],
+  ids=["interpreted", "chip"],
+)
+def test_what_queries_gather_inside_their_chunks(interpret):
+  random, chunk, (B, T, H, G, d, dv) = np.random.default_rng(0), 448, (2, 896, 2, 2, 64, 128)
+  q, k = (np.float16(random.normal(size=(B, T, n, d))) for n in (H * G, H))
+  scale = np.float32(np.exp2(random.integers(-3, 4, (B, H, T))))
+  log_gate = np.cumsum(-random.exponential(0.02, (B, H, 2, chunk)), axis=-1).reshape(B, H, T).astype(np.float32)
+  numerator = np.float32(random.normal(size=(B, T, H * G, dv)))
+  places = np.array([0, 384, 448, 832])
+  found = heard(*map(jnp.asarray, (q, k, scale, log_gate, numerator)), places, chunk, interpret=interpret)
+  q, k, numerator = (np.moveaxis(np.float64(x), 1, 2) for x in (q, k, numerator))
+  k, log_gate = (np.repeat(x, G, axis=1) for x in (k * scale[..., None], np.float64(log_gate)))
+  inside = np.tri(T, dtype=bool) & (np.arange(T)[:, None] // chunk == np.arange(T) // chunk)
+  between = np.where(inside, log_gate[..., None] - log_gate[..., None, :], -np.inf)
+  near = np.sum(np.square(q @ np.swapaxes(k, -1, -2)) * np.exp(between), axis=-1)
+  rows = (places[:, None] + np.arange(ROWS)).ravel()
+  for one, other in zip(found, (near, np.sum(q**2, axis=-1), np.sum(numerator**2, axis=-1)), strict=True):
+    np.testing.assert_allclose(one, other[..., rows], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("count", "chunk"), [(2, 256), (3, 64), (16, 1024), (64, 1024), (1000, 1024)])
+def test_places_that_are_looked_at_lie_in_chunks_that_find_a_state(count, chunk):
+  chunks, places = faint.some_places(count, chunk)
+  assert chunks[-1] == count - 1
+  assert np.all(chunks > 0)
+  assert np.all(np.diff(chunks) > 0)
+  assert 1 <= len(chunks) <= 8
+  assert np.all((places >= 0) & (places + ROWS <= chunk) & (places % ROWS == 0))
+  assert len(np.unique(places)) == min(len(chunks), chunk // ROWS)
 
 
 @pytest.mark.parametrize("gates", ["none", "weak", "resets"])

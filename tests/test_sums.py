@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from csympow import prefix
-from kernels_pallas.gpu.running import totals
+from kernels_pallas.gpu import running
+from kernels_pallas.gpu.running import survey, totals
 from kernels_pallas.gpu.scan import scan
 
 INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
@@ -54,6 +55,21 @@ def test_totals_of_small_and_large_numbers(interpret, value):
   x = jnp.zeros((1, 1, 384), jnp.float32).at[0, 0, ::200].set(value)
   high, _ = jax.jit(functools.partial(totals, interpret=interpret))(x)
   np.testing.assert_allclose(high, np.cumsum(np.asarray(x, np.float64), axis=-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("interpret", WHERE)
+@pytest.mark.parametrize(("time", "head_dim", "dtype"), [(832, 32, jnp.bfloat16), (64, 128, jnp.float16)])
+def test_sizes_of_vectors_are_found_beside_totals(interpret, time, head_dim, dtype, monkeypatch):
+  monkeypatch.setattr(running, "multiprocessors", lambda: 2)  # several turns for each reader
+  random = np.random.default_rng(0)
+  x = jnp.float32(-random.uniform(size=(2, 3, time)))
+  vectors = random.normal(size=(2, time, 3, head_dim)) * np.exp2(random.integers(-10, 10, (2, time, 3, 1)))
+  vectors[:, 5], vectors[0, 6, 0, 3] = 0, -np.inf
+  vectors = jnp.asarray(vectors, dtype)
+  found = jax.jit(functools.partial(survey, interpret=interpret))(x, vectors)
+  np.testing.assert_array_equal(found[:2], totals(x, interpret=interpret))
+  expected = np.max(np.abs(np.asarray(vectors, np.float32)), axis=-1)
+  np.testing.assert_array_equal(found.largest, np.swapaxes(expected, 1, 2))
 
 
 @pytest.mark.parametrize("interpret", WHERE)

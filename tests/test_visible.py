@@ -357,8 +357,8 @@ def test_nothing_is_added_to_heads_without_a_state():
   # Two sequences that are the same, of which one has a state.
   q, k, v, log_gate = (jnp.repeat(x[name][:1], 2, axis=0) for name in ("q", "k", "v", "log_gate"))
   tokens = near.Tokens(q.reshape(2, 256, 1, 2, 32), k, v, log_gate, None)
-  G, exponents = near.running(log_gate, settings), near.exponents(tokens)
-  operands, _, _ = near.operands_and_copies(tokens, G, exponents, (), (), settings)
+  G, largest = near.survey(tokens, settings)
+  operands, _, _ = near.operands_and_copies(tokens, G, near.exponents(tokens, largest), (), (), settings)
   has_state = jnp.array([[0], [1]], jnp.int32)
   by_query_head = jnp.repeat(has_state, 2, axis=1)[..., None] > 0
   weight = jnp.where(by_query_head, jnp.full((2, 2, 256), 2.0), jnp.nan)

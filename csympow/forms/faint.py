@@ -9,23 +9,25 @@ in which |q_i|^2 / d stands for a product of two coordinates. That is compared w
 each head, and if it would be heard in y the head's queries had better read the keys themselves.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from csympow.forms.spans import exact_product, scattered
+from csympow.forms.spans import scattered
+from kernels_pallas.gpu.heard import heard
 from kernels_pallas.gpu.state_read import Found
+from kernels_pallas.gpu.tiles import ROWS
 
 # Of coordinates, their products, values times these, and sums, all to bfloat16: emulated it was 0.7 to 1.4 times this.
 ROUNDING = 2.0**-8
 AUDIBLE = 4e-3  # of what y is beside the values' centre
 _UNIT = 2.0**-9  # of a value is what rounding it may lose
-_CHUNKS, _QUERIES = 8, 256  # of so many chunks, and so many queries, or about, a head is judged
+_CHUNKS = 8  # of so many chunks, at most, a head is judged, and of 64 queries of each
 
 
-class Heard(NamedTuple):
+class Read(NamedTuple):
   """What is known of a sequence when its states have been read. Keys are k times scale; gates are counted by chunk."""
 
   q: Float[Array, "B T Hq d"]
@@ -38,41 +40,37 @@ class Heard(NamedTuple):
   head_dim: int  # so many of q's coordinates can be other than 0
 
 
-def faint(x: Heard) -> Bool[Array, "B H"]:
+def faint(x: Read, interpret: Any = None) -> Bool[Array, "B H"]:
   """Heads whose y, less the centre, would be wrong by more than AUDIBLE."""
   batch, heads, count, chunk = x.log_gate.shape
-  group = x.q.shape[2] // heads
-  chunks = np.unique(np.linspace(1, count - 1, _CHUNKS).round().astype(np.int32))  # the first one finds no state
-  places = scattered(chunk, min(chunk, -(-_QUERIES // len(chunks))))
+  chunks, places = some_places(count, chunk)
+  tokens = (chunks * chunk + places)[:, None] + np.arange(ROWS)
+  by_time = x.log_gate.reshape(batch, heads, -1)
+  found = heard(x.q, x.k, x.k_scale, by_time, x.found.numerator, tokens[:, 0], chunk, interpret=interpret)
+  near, asked, size = (part.reshape(batch, heads, -1, *tokens.shape) for part in found)
 
-  def vectors(x: Float[Array, "B T Hx _"]) -> Float[Array, "B m t Hx _"]:
-    return x.reshape(batch, count, chunk, *x.shape[2:])[:, chunks].astype(jnp.float32)
+  def of_each(x: Float[Array, "B Hx T"]) -> Float[Array, "B H gx m rows"]:
+    return x.reshape(batch, heads, -1, x.shape[-1])[..., tokens]
 
-  def some_vectors(x: Float[Array, "B T Hq _"]) -> Float[Array, "B m s H g _"]:
-    return vectors(x)[:, :, places].reshape(batch, len(chunks), len(places), heads, group, -1)
-
-  def numbers(x: Float[Array, "B Hx T"]) -> Float[Array, "B H gx m t"]:
-    return x.reshape(batch, heads, -1, count, chunk)[:, :, :, chunks]
-
-  def square(x: Float[Array, "B m s H g _"]) -> Float[Array, "B H g m s"]:
-    return jnp.einsum("bmshgd,bmshgd->bhgms", x, x)
-
-  q, log_gate = some_vectors(x.q), x.log_gate[:, :, None, chunks]
-  since_start = jnp.exp(log_gate[..., places])
+  since_start = jnp.exp(of_each(by_time))
   state = jnp.sqrt(x.squares[:, :, None, chunks, None])
-  noise = ROUNDING / x.head_dim * since_start * square(q) * state
+  noise = ROUNDING / x.head_dim * since_start * asked * state
 
   # Whom the chunk's own keys tell more than the state does need not hear it well.
-  scores = exact_product("bmshgd,bmthd->bhgmst", q, vectors(x.k)) * numbers(x.k_scale)[..., None, :]
-  between = log_gate[..., places, None] - log_gate[..., None, :]
-  discount = jnp.where(np.arange(chunk) <= places[:, None], jnp.exp(jnp.minimum(between, 0.0)), 0.0)
-  near = jnp.sum(scores**2 * discount, axis=-1)
-  far = jnp.abs(numbers(x.found.normaliser)[..., places])  # negative if it is drowned itself
+  far = jnp.abs(of_each(x.found.normaliser))  # negative if it is drowned itself
   share = far / jnp.maximum(far + near, 2.0**-120)
 
   # Values that are all but the same differ by their own rounding.
-  size = jnp.sqrt(square(some_vectors(x.found.numerator))) + _UNIT * x.centre_size[:, :, None, None, None] * far
+  size = jnp.sqrt(size) + _UNIT * x.centre_size[:, :, None, None, None] * far
   error = jnp.minimum(share * noise / jnp.maximum(size, 2.0**-120), 1.0)
   # The mean square of those who ask, and what it may be; of numbers, whatever else there is in the sequence.
   excess = jnp.where((noise > 0) & jnp.isfinite(error), error**2 - AUDIBLE**2, 0.0)
-  return jnp.any(jnp.sum(excess, axis=(-2, -1)) > 0, axis=-1)
+  return jnp.sum(excess, axis=(-2, -1)).max(axis=-1) > 0
+
+
+def some_places(count: int, chunk: int) -> tuple[Int[np.ndarray, "m"], Int[np.ndarray, "m"]]:
+  """Some of `count` chunks, the last among them but not the first, which finds no state; and a place in each."""
+  each = -(-(count - 1) // min(_CHUNKS, max(2, count // 4)))
+  chunks = np.arange(1 + (count - 2) % each, count, each)
+  in_chunk = chunk // ROWS
+  return chunks, ROWS * (scattered(in_chunk * len(chunks), len(chunks)) % in_chunk)

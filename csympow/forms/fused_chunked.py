@@ -22,7 +22,7 @@ from csympow.features import pairs, symmetric
 from csympow.forms import anchors, near, rotating
 from csympow.forms.anchors import Ends
 from csympow.forms.centring import NO_MORE, centre
-from csympow.forms.faint import Heard, faint
+from csympow.forms.faint import Read, faint
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total
@@ -112,9 +112,9 @@ def _forward(
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Full | None], _Saved]:
   power, interpret = settings.power, settings.interpret
-  q, _, _, log_gate, rotation = tokens
-  G = near.running(log_gate, settings)
-  exponents = near.exponents(tokens)
+  q, rotation = tokens.q, tokens.rotation
+  G, largest = near.survey(tokens, settings)
+  exponents = near.exponents(tokens, largest)
   discounts = _discounts(exponents, G, settings.chunk)
   # What is symmetric in a state is needed twice by gradients only: neither queries nor `_features` read it twice.
   once = not save and Pieces.of(q.shape[-1], tokens.v.shape[-1]).total == 1
@@ -151,7 +151,7 @@ def _forward(
   if across.shape[2] > 1 and initial is None and not (return_final and save):
     assert S.squares is not None
     of_chunks = near.spans(G, settings.chunk)
-    heard = Heard(
+    read = Read(
       q=x.q,
       k=x.keys.plain,
       k_scale=discounts.k_scale,
@@ -161,7 +161,7 @@ def _forward(
       centre_size=jnp.linalg.norm(middle.astype(jnp.float32), axis=-1),
       head_dim=head_dim,
     )
-    x = near.read_without_states(x, faint(heard))
+    x = near.read_without_states(x, faint(read, interpret))
   carried = attention_forward.Carried(*far, x.has_state, middle.astype(jnp.float32))
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, Z.final) if return_final else None

@@ -18,10 +18,9 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 from csympow.forms.rotating import Rotation, angles, padded, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head, for_each
 from csympow.forms.visible import Tiles, Visible, all_alike, visible, without_states
-from csympow.prefix import Total, TotalsKernel, prefix_sum
-from kernels_pallas.gpu import attention_backward, attention_forward, gradients
+from csympow.prefix import Total, TotalsKernel
+from kernels_pallas.gpu import attention_backward, attention_forward, gradients, running
 from kernels_pallas.gpu.copies import Copy, copies
-from kernels_pallas.gpu.running import totals
 from kernels_pallas.gpu.tiles import TILE, attention_widths
 from kernels_pallas.weights import LEAST, LOG2E, MOST, SMALLEST
 
@@ -89,12 +88,20 @@ class Pulls(NamedTuple):
 
 def totals_kernel(settings: Settings) -> TotalsKernel | None:
   """What sums over time, if not XLA."""
-  return functools.partial(totals, interpret=settings.interpret) if settings.chip == "gpu" else None
+  return functools.partial(running.totals, interpret=settings.interpret) if settings.chip == "gpu" else None
 
 
-def running(log_gate: Float[Array, "B T H"], settings: Settings) -> Total:
-  """The running totals of the log gates."""
-  return prefix_sum(log_gate, kernel=totals_kernel(settings))
+class Survey(NamedTuple):
+  """What is known of a sequence before anything is made of it."""
+
+  G: Total  # the running totals of the log gates
+  largest: Float[Array, "B T H"] | None  # coordinate of each key, without its sign; None: XLA is to find it
+
+
+def survey(x: Tokens, settings: Settings) -> Survey:
+  """By one kernel that waits for both, of whole BLOCKs."""
+  found = running.survey(by_head(x.log_gate), x.k, interpret=settings.interpret)
+  return for_each(lambda a: jnp.swapaxes(a, 1, 2), Survey(Total(found.high, found.low), found.largest))
 
 
 def spans(G: Total, size: int) -> Spans:
@@ -131,19 +138,21 @@ def _gates(G: Total) -> _Gates:
   return _Gates(since_start, until_end, jnp.exp(end - before)[..., 0], starts, ends)
 
 
-def operands(x: Tokens, G: Total, settings: Settings, *, with_state: bool, save: bool) -> Operands:
+def operands(x: Tokens, known: Survey, settings: Settings, *, with_state: bool, save: bool) -> Operands:
   """Operands of attention over whole BLOCKs, beside a state or alone, and for gradients or without."""
   short, wide = x.k.shape[1] <= SHORT, x.k.shape[-1] > 64
   fit = not with_state and x.rotation is None and all(a.dtype == jnp.bfloat16 for a in x[:3])
   if fit and (short or (wide and save)):
-    return _as_given(x, G, settings)
-  return operands_and_copies(x, G, exponents(x), (), (), settings, folding=wide or not short)[0]
+    return _as_given(x, known, settings)
+  found = exponents(x, known.largest)
+  return operands_and_copies(x, known.G, found, (), (), settings, folding=wide or not short)[0]
 
 
-def _as_given(x: Tokens, G: Total, settings: Settings) -> Operands:
+def _as_given(x: Tokens, known: Survey, settings: Settings) -> Operands:
   """Of bfloat16 queries and keys that are not copied; the forward pass finds the queries' exponents."""
   batch, time, heads, head_dim = x.k.shape
-  top, gates = jnp.minimum(_longest(_exponent(x.k), 0), _MOST_AS_GIVEN), _gates(G)
+  exponent = _exponent(_largest(x.k) if known.largest is None else known.largest)
+  top, gates = jnp.minimum(_longest(exponent, 0), _MOST_AS_GIVEN), _gates(known.G)
   fold, unit = jnp.exp2(gates.until_end / settings.power), jnp.exp2(-top.astype(jnp.float32))
   q = x.q.reshape(batch, time, -1, head_dim)
 
@@ -236,9 +245,10 @@ def read_without_states(x: Operands, heads: Bool[Array, "B H"]) -> Operands:
   return x._replace(keys=keys, ends=ends, has_state=seen.has_state)
 
 
-def exponents(x: Tokens) -> Exponents:
-  """Such that the largest coordinate of each is between 1/2 and 1."""
-  q_exponent, exponent, room = _exponent(x.q), _exponent(x.k), _room(x.rotation)
+def exponents(x: Tokens, largest: Float[Array, "B T H"] | None = None) -> Exponents:
+  """Such that the largest coordinate of each is between 1/2 and 1; that of keys may be known."""
+  room = _room(x.rotation)
+  q_exponent, exponent = _exponent(_largest(x.q)), _exponent(_largest(x.k) if largest is None else largest)
   q_exponent = jnp.where(q_exponent == LEAST, 0, q_exponent + room)
   # No more, or 2 to less than that would be no normal number; 16 bits have room for the rest.
   return Exponents(jnp.minimum(q_exponent, MOST), jnp.minimum(exponent + room, MOST), _longest(exponent, room))
@@ -430,7 +440,11 @@ def power_of_two(exponent: Int[Array, "*lead"]) -> Float[Array, "*lead 1"]:
   return jnp.exp2(exponent.astype(jnp.float32))[..., None]
 
 
-def _exponent(x: Float[Array, "*lead d"]) -> Int[Array, "*lead"]:
+def _largest(x: Float[Array, "*lead d"]) -> Float[Array, "*lead"]:
+  """Coordinate, without its sign."""
+  return jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32)
+
+
+def _exponent(largest: Float[Array, "*lead"]) -> Int[Array, "*lead"]:
   """The e with 2 ** (e - 1) <= the largest coordinate < 2 ** e."""
-  bits = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32), jnp.int32)
-  return jnp.maximum((bits >> 23) - 126, LEAST)
+  return jnp.maximum((lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 126, LEAST)

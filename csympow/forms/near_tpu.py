@@ -58,12 +58,17 @@ def chunks(x: near.Tokens, G: Total, size: int) -> tuple[Chunks, Int[Array, "B T
   )
 
 
-def operands(x: near.Tokens, G: Total, settings: Settings, *, with_state: bool, save: bool) -> Operands:
+def survey(x: near.Tokens, settings: Settings) -> near.Survey:
+  """What is known before anything is made of it."""
+  return near.Survey(running(x.log_gate, settings), None)
+
+
+def operands(x: near.Tokens, known: near.Survey, settings: Settings, *, with_state: bool, save: bool) -> Operands:
   """Operands of attention over whole blocks."""
   del settings, with_state, save
   block = pairs.block_size(x.k.shape[1])
-  given, q_exponent, top = chunks(x, G, block)
-  ends = jnp.stack([total[:, block - 1 :: block] for total in G], axis=1)
+  given, q_exponent, top = chunks(x, known.G, block)
+  ends = jnp.stack([total[:, block - 1 :: block] for total in known.G], axis=1)
   return Operands(given, jnp.moveaxis(ends, 3, 1), q_exponent, top)
 
 

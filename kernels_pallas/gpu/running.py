@@ -1,13 +1,17 @@
-"""Running totals on Hopper, to more bits than float32 has.
+"""Running totals on Hopper, to more bits than float32 has, and beside them the sizes of vectors.
 
-    total_i = x_1 + ... + x_i          an unevaluated sum of two float32s
+    total_i   = x_1 + ... + x_i          an unevaluated sum of two float32s
+    largest_i = max_a |k_ia|
 
-A block of the grid owns 64 tiles of 128 tokens, of one sequence or of several. Inside a tile a total is a product with
-a triangle of ones: what is added are bfloat16s, three of which make a float32. To it comes the sum of all tiles before
-it in its sequence, whose own sums are given.
+Inside a tile of 128 tokens a total is a product with a triangle of ones: what is added are bfloat16s, three of which
+make a float32. To it comes the sum of all tiles before it in its sequence, whose own sums are given.
+
+    warpgroup 0   sums up 64 tiles, of one sequence or of several
+    3 others      read vectors, if there are any, 64 tokens of a head by turns
 """
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -17,16 +21,44 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
-from kernels_pallas.gpu.tiles import ROWS, TILE, WGMMA, across, down, index, rounded, shared, varying_as
+from kernels_pallas.gpu.tiles import (
+  ROWS,
+  TILE,
+  WGMMA,
+  across,
+  down,
+  index,
+  multiprocessors,
+  rounded,
+  shared,
+  varying_as,
+)
 from kernels_pallas.sums import Pair, add_pairs, two_sum
 
 _PIECES = 3  # bfloat16s that make a float32
 # Added to a number below 2 and taken away again it leaves a multiple of 2 ** -15; a float32 holds any sum of 128 such.
 _GRID = 384.0
+_REGISTERS = 232, 88  # of a thread that sums up and of one that reads: together no more than a block starts with
+_READERS, _BYTES = 3, 72 * 1024  # of vectors, and what is on its way to them together
+
+
+class Survey(NamedTuple):
+  """Totals' high and low halves; and the largest coordinate of each vector, without its sign, if there are any."""
+
+  high: Float[Array, "B H T"]
+  low: Float[Array, "B H T"]
+  largest: Float[Array, "B H T"] | None
 
 
 def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Array, "B H T"], Float[Array, "B H T"]]:
   """The totals' high and low halves."""
+  return survey(x, interpret=interpret)[:2]
+
+
+def survey(
+  x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"] | None = None, *, interpret: Any = None
+) -> Survey:
+  """The totals, and what is found of `vectors`, whole ROWS of tokens."""
   batch, heads, time = x.shape
   # Pairs of tiles: numbers are loaded by twos, which begin at even places.
   whole = jnp.pad(x, ((0, 0), (0, 0), (0, -time % (2 * TILE))))
@@ -35,8 +67,56 @@ def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Ar
   tiles = jnp.pad(whole.reshape(count, TILE), ((0, -count % ROWS), (0, 0)))
   ends = lax.reduce((tiles, jnp.zeros_like(tiles)), (jnp.float32(0),) * 2, add_pairs, (1,))
   shape, f32 = (ROWS, TILE), jnp.float32
+  summing = tiles.shape[0] // ROWS
+  turns = 0 if vectors is None else batch * heads * (time // ROWS)
+  blocks = max(summing, min(multiprocessors(), -(-turns // _READERS)))
 
-  def kernel(x_ref, high_ref, low_ref, ones_ref, out_high_ref, out_low_ref, pieces_smem, ones_smem, filled):
+  def kernel(x_ref, high_ref, low_ref, ones_ref, *refs):
+    if vectors is None:
+      sum_up(x_ref, high_ref, low_ref, ones_ref, *refs)
+      return
+    vectors_ref, out_high_ref, out_low_ref, largest_ref, *scratch, vectors_smem, vectors_filled = refs
+    thread = lax.axis_index("thread")
+
+    @pl.when((thread == 0) & (lax.axis_index("block") < summing))
+    def _():
+      plgpu.set_max_registers(_REGISTERS[0], action="increase")
+      sum_up(x_ref, high_ref, low_ref, ones_ref, out_high_ref, out_low_ref, *scratch)
+
+    @pl.when(thread > 0)
+    def _():
+      plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+      reader = thread - 1
+      find_largest(vectors_ref, largest_ref, vectors_smem.at[reader], vectors_filled, reader)
+
+  def find_largest(vectors_ref, largest_ref, smem, filled, reader):
+    first, step = reader * blocks + lax.axis_index("block"), _READERS * blocks
+
+    def place(n):
+      """(sequence, tokens, head) of the n-th turn: those of all heads lie side by side."""
+      row, head = (f(first + n * step, jnp.int32(heads)) for f in (lax.div, lax.rem))
+      b, part = (f(row, jnp.int32(time // ROWS)) for f in (lax.div, lax.rem))
+      return b, pl.ds(part * ROWS, ROWS), head
+
+    def fetch(n):
+      slot = lax.rem(n, jnp.int32(slots))
+      plgpu.copy_gmem_to_smem(vectors_ref.at[place(n)], smem.at[slot], filled.at[reader * slots + slot])
+
+    def find(n, none):
+      slot, (b, at, head) = lax.rem(n, jnp.int32(slots)), place(n)
+      plgpu.barrier_wait(filled.at[reader * slots + slot])
+      vector = plgpu.load(smem.at[slot], layout=WGMMA, optimized=False).astype(f32)
+      plgpu.commit_smem()  # all have read it
+      pl.when(n + slots < mine)(lambda: fetch(n + slots))
+      largest_ref[b, head, at] = jnp.abs(vector).max(axis=1)
+      return none
+
+    mine = lax.div(turns - first + step - 1, jnp.int32(step))
+    for n in range(slots):
+      pl.when(n < mine)(functools.partial(fetch, jnp.int32(n)))
+    lax.fori_loop(0, mine, find, None)
+
+  def sum_up(x_ref, high_ref, low_ref, ones_ref, out_high_ref, out_low_ref, pieces_smem, ones_smem, filled):
     plgpu.copy_gmem_to_smem(ones_ref, ones_smem, filled)
     first = lax.axis_index("block") * ROWS
     given = plgpu.load(x_ref.at[pl.ds(first, ROWS)], layout=WGMMA, optimized=False)
@@ -84,21 +164,35 @@ def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Ar
     out_low_ref[pl.ds(first, ROWS), :] = low
 
   ones = jnp.asarray(np.tri(TILE).T, jnp.bfloat16)
+  outputs = [jax.ShapeDtypeStruct(tiles.shape, f32)] * 2
+  scratch: list[Any] = [
+    shared((2, _PIECES, *shape), jnp.bfloat16),
+    shared((TILE, TILE), jnp.bfloat16),
+    plgpu.Barrier(num_arrivals=1),
+  ]
+  arrays, slots = [tiles, *ends, ones], 0
+  threads: dict[str, Any] = {}
+  if vectors is not None:
+    head_dim, kind = vectors.shape[-1], vectors.dtype
+    slots = max(1, _BYTES // (_READERS * ROWS * head_dim * kind.itemsize))
+    arrays.append(vectors)
+    outputs.append(jax.ShapeDtypeStruct(x.shape, f32))
+    scratch.append(shared((_READERS, slots, ROWS, head_dim), kind))
+    scratch.append(plgpu.Barrier(num_barriers=_READERS * slots))
+    threads = {"num_threads": 1 + _READERS, "thread_name": "thread"}
   found = plgpu.kernel(
     kernel,
-    out_type=[jax.ShapeDtypeStruct(tiles.shape, f32)] * 2,
-    scratch_types=[
-      shared((2, _PIECES, *shape), jnp.bfloat16),
-      shared((TILE, TILE), jnp.bfloat16),
-      plgpu.Barrier(num_arrivals=1),
-    ],
-    grid=(tiles.shape[0] // ROWS,),
+    out_type=outputs,
+    scratch_types=scratch,
+    grid=(blocks,),
     grid_names=("block",),
     interpret=interpret,
-    kernel_name="totals",
-  )(tiles, *ends, ones)
-  high, low = varying_as(x, [half[:count].reshape(whole.shape)[..., :time] for half in found])
-  return high, low
+    kernel_name="totals" if vectors is None else "survey",
+    **threads,
+  )(*arrays)
+  high, low = (half[:count].reshape(whole.shape)[..., :time] for half in found[:2])
+  result: Survey = varying_as(x, Survey(high, low, None if vectors is None else found[2]))
+  return result
 
 
 def _row_sums(pair: Pair, counts: Bool[Array, "rows columns"]) -> tuple[Array, Array]:
