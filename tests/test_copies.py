@@ -97,10 +97,17 @@ def test_only_heads_that_are_wanted_are_copied():
 def test_tiles_that_a_block_takes_one_after_another_are_those_of_a_block_each(monkeypatch):
   x, angles, _ = make(9, start=True, time=4 * ROWS)
   wanted = [Copy(jnp.float16), Copy(jnp.bfloat16, time_last=True)]
-  how = {"room": 1, "angles": angles, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
-  each = copies(x, wanted, **how)
-  monkeypatch.setattr("kernels_pallas.gpu.copies.MULTIPROCESSORS", 0)  # then no number of blocks is too small
-  for one, other in zip(each, copies(x, wanted, **how), strict=True):
+  speed, factor = jnp.arange(D // 2, dtype=jnp.float32).repeat(2), jnp.full((1, H * G, 4 * ROWS), 3.0)
+  dx = jnp.asarray(np.random.default_rng(4).normal(size=x.shape), jnp.float32)
+
+  def both():
+    how = {"angles": angles, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
+    back = gradients(x.astype(jnp.float16), dx, factor, jnp.bfloat16, speed=speed, **how)
+    return *copies(x, wanted, room=1, **how), *back
+
+  each = both()
+  monkeypatch.setattr("kernels_pallas.gpu.tiles.MULTIPROCESSORS", 0)  # then no number of blocks is too small
+  for one, other in zip(each, both(), strict=True):
     np.testing.assert_array_equal(one, other)
 
 

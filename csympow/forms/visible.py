@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 
 from csympow.forms.spans import Settings, for_each
@@ -96,7 +97,8 @@ def tiles_of_a_state(head_dim: int, value_dim: int) -> int:
 def _fades(x: Tiles, tiles: int) -> Bool[Array, "B H"]:
   """Whether gates leave LEFT_OUT or less of what is so many tiles away, mostly."""
   kept = for_each(lambda total: total[..., tiles:], x.before) - for_each(lambda total: total[..., :-tiles], x.end)
-  return jnp.mean((kept < math.log(LEFT_OUT)).astype(jnp.float32), axis=-1) > 0.5
+  fades = lax.optimization_barrier(kept < math.log(LEFT_OUT))  # or a block of threads would look up all of a head's
+  return jnp.mean(fades.astype(jnp.float32), axis=-1) > 0.5
 
 
 def _earliest(x: Tiles, fades: Bool[Array, "B H"], settings: Settings) -> Int[Array, "B H n"]:

@@ -23,7 +23,6 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.gpu.angles import Angles, along, quarter_turn, radians
 from kernels_pallas.gpu.tiles import (
-  MULTIPROCESSORS,
   ROWS,
   WGMMA,
   WIDTH,
@@ -32,6 +31,7 @@ from kernels_pallas.gpu.tiles import (
   down,
   power_of_two,
   shared,
+  tiles_of_a_block,
   varying_as,
 )
 
@@ -76,10 +76,8 @@ def copies(
   group = 1 if angles is None else heads // angles.since.shape[1]
   parts, shape, f32 = head_dim // WIDTH, (ROWS, WIDTH), jnp.float32
   tiles = time // ROWS
-  if only is not None:  # blocks that find nothing to do take their time, too
-    several = math.gcd(tiles, 16)
-  else:  # where blocks are many, and heads not so wide that the next tile would take the place of another block
-    several = math.gcd(tiles, 4) if batch * heads * tiles >= 32 * MULTIPROCESSORS and head_dim <= 64 else 1
+  # Blocks that find nothing to do take their time, too.
+  several = math.gcd(tiles, 16) if only is not None else tiles_of_a_block(batch * heads, tiles, head_dim)
   slots = min(several, 2)
   exact_already = scale is None and room is None and angles is None
   assert scale is None or room is None

@@ -6,7 +6,8 @@
 
 What is turned of dx is two bfloat16s.
 
-A block of the grid is one warpgroup with 64 tokens of a head, which takes a few coordinates after another.
+A block of the grid is one warpgroup with 64 tokens of a head, which takes a few coordinates after another; where there
+are many, with a few such tiles, of which the next one comes meanwhile. Results lie where the vectors were.
 """
 
 import functools
@@ -31,6 +32,7 @@ from kernels_pallas.gpu.tiles import (
   down,
   rounded,
   shared,
+  tiles_of_a_block,
   varying_as,
 )
 
@@ -53,8 +55,7 @@ class WithoutState(NamedTuple):
 class _Rotation(NamedTuple):
   angles: Any
   speed: Any
-  turning: Any  # a quarter turn, of queries or keys, and of gradients
-  turning_gradients: Any
+  turning: Any  # a quarter turn
 
 
 def gradients(
@@ -77,97 +78,117 @@ def gradients(
   sources = angles.since if angles is not None else unit
   group = 1 if sources is None else heads // sources.shape[1]
   parts, shape, f32, bf16 = head_dim // WIDTH, (ROWS, WIDTH), jnp.float32, jnp.bfloat16
-  sums = 1 if angles is None else 2
+  sums, tiles = 1 if angles is None else 2, time // ROWS
+  several = 1 if angles is None else tiles_of_a_block(batch * heads, tiles, head_dim)
+  slots = min(several, 2)
+  dtype = jnp.dtype(dtype)
 
   def kernel(x_ref, dx_ref, factor_ref, *refs):
     rotation: Any
     by_pairs: Any
     rotation, by_pairs, unit_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + 1 + sums], refs[len(leaves) + 1 + sums :]
-    x_smem, dx_smem, out_smem, sums_smem, halves_smem, turning_smem, turning_gradients_smem, filled = scratch
-    tile = TokenTile.of_block(time // ROWS, heads, group)
-    b, head, at = tile.b, tile.head, tile.rows
+    (x_smem, out_smem), (dx_smem, halves_smem), sums_smem, turning_smem, filled, turning_filled = scratch
+    first = TokenTile.of_block(tiles, heads, group, several)
 
-    def fetch(ref, smem):
-      for part in range(parts):
-        plgpu.copy_gmem_to_smem(tile.part(ref, part), smem.at[part], filled)
+    def fetch(n):
+      slot, tile = lax.rem(n, jnp.int32(slots)), first.later(n)
 
-    fetch(x_ref, x_smem)
-    if by_pairs is None:
-      fetch(dx_ref, dx_smem)
-    else:
-      stateful = by_pairs.has_state[b, head] > 0
-      pl.when(stateful)(functools.partial(fetch, dx_ref, dx_smem))
-      pl.when(~stateful)(functools.partial(fetch, by_pairs.dx, dx_smem))
-    if rotation is not None:
-      plgpu.copy_gmem_to_smem(rotation.turning, turning_smem, filled)
-      plgpu.copy_gmem_to_smem(rotation.turning_gradients, turning_gradients_smem, filled)
-    # While the vectors are on their way.
-    factors = tile.by_token(factor_ref.at[b, head])
-    turns: Any = None if rotation is None else along(rotation.angles, tile)
-    over = None if unit is None else 1.0 / unit_ref[b, tile.source]
-    plgpu.barrier_wait(filled)
+      def fetch_one(ref, smem):
+        for part in range(parts):
+          plgpu.copy_gmem_to_smem(tile.part(ref, part), smem.at[slot, part], filled.at[slot])
 
-    def work(part, so_far):
-      def unrotated(turned):
-        high = rounded(dx, bf16)
-        halves_smem[0] = high
-        halves_smem[1] = (dx - high.astype(f32)).astype(bf16)
-        plgpu.commit_smem()
-        for half in range(2):
-          plgpu.wgmma(turned, halves_smem.at[half], turning_gradients_smem)
-        angle = radians(rotation.angles, turns, tile, part)
-        unturned = dx * jnp.cos(angle)
-        plgpu.wgmma_wait(0)
-        return unturned - turned[...] * jnp.sin(angle)
+      fetch_one(x_ref, x_smem)
+      if by_pairs is None:
+        fetch_one(dx_ref, dx_smem)
+      else:
+        stateful = by_pairs.has_state[tile.b, tile.head] > 0
+        pl.when(stateful)(functools.partial(fetch_one, dx_ref, dx_smem))
+        pl.when(~stateful)(functools.partial(fetch_one, by_pairs.dx, dx_smem))
 
-      def turned_by(turned):
-        plgpu.wgmma(turned, x_smem.at[part], turning_smem)
-        plgpu.wgmma_wait(0)
-        torque = rounded(turned[...], bf16).astype(f32) * dx
-        return (torque * across(by_coordinate(rotation.speed, part), shape)).sum(axis=1)
-
-      x = plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
-      dx = plgpu.load(dx_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
-      exact = rounded(x, bf16).astype(f32)
-      found = [((exact if over is None else exact * over) * dx).sum(axis=1)]
-      given = dx
+    def take(n, none):
+      slot, tile = lax.rem(n, jnp.int32(slots)), first.later(n)
+      b, head = tile.b, tile.head
+      # While the vectors are on their way.
+      factors = tile.by_token(factor_ref.at[b, head])
+      turns: Any = None if rotation is None else along(rotation.angles, tile)
+      over = None if unit is None else 1.0 / unit_ref[b, tile.source]
+      plgpu.barrier_wait(filled.at[slot])
       if rotation is not None:
-        found.append(pl.run_scoped(turned_by, plgpu.ACC(shape, f32)))
-        given = pl.run_scoped(unrotated, plgpu.ACC(shape, f32))
-      out_smem[part] = (given * down(factors, shape)).astype(dtype)
-      return tuple(map(jnp.add, so_far, found))
+        pl.when(n == 0)(lambda: plgpu.barrier_wait(turning_filled))
 
-    zero = plgpu.layout_cast(jnp.zeros((ROWS,), f32), WGMMA.reduce(1))
-    found = lax.fori_loop(0, jnp.int32(parts), work, (zero,) * sums)
-    for n in range(sums):
-      sums_smem[n] = found[n]
-    plgpu.commit_smem()
-    for part in range(parts):
-      plgpu.copy_smem_to_gmem(out_smem.at[part], tile.part(outputs[0], part))
-    for n in range(sums):
-      plgpu.copy_smem_to_gmem(sums_smem.at[n], outputs[1 + n].at[b, head, at])
+      def work(part, so_far):
+        halves = halves_smem.at[slot, part]
+
+        def unrotated(turned):
+          """And the torque: what is turned of dx instead of x, with the other sign."""
+          high = rounded(dx, bf16)
+          halves[0] = high
+          halves[1] = (dx - high.astype(f32)).astype(bf16)
+          plgpu.commit_smem()
+          for half in range(2):
+            plgpu.wgmma(turned, halves.at[half], turning_smem)
+          angle = radians(rotation.angles, turns, tile, part)
+          unturned = dx * jnp.cos(angle)
+          plgpu.wgmma_wait(0)
+          torque = exact.astype(f32) * turned[...] * across(by_coordinate(rotation.speed, part), shape)
+          return unturned - turned[...] * jnp.sin(angle), -torque.sum(axis=1)
+
+        x = plgpu.load(x_smem.at[slot, part], layout=WGMMA, optimized=False).astype(f32)
+        dx = plgpu.load(dx_smem.at[slot, part], layout=WGMMA, optimized=False).astype(f32)
+        exact, given = rounded(x, bf16), dx
+        found = [((exact.astype(f32) if over is None else exact.astype(f32) * over) * dx).sum(axis=1)]
+        plgpu.commit_smem()  # all have read it: what comes next may lie there
+        if rotation is not None:
+          given, turned = pl.run_scoped(unrotated, plgpu.ACC(shape, f32))
+          found.append(turned)
+        out_smem[slot, part] = (given * down(factors, shape)).astype(dtype)
+
+        @pl.when((part == 0) & (n + 1 < several))
+        def _():
+          plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results of the tile before are where the next one goes
+          fetch(n + 1)
+
+        return tuple(map(jnp.add, so_far, found))
+
+      zero = plgpu.layout_cast(jnp.zeros((ROWS,), f32), WGMMA.reduce(1))
+      found = lax.fori_loop(0, jnp.int32(parts), work, (zero,) * sums)
+      for m in range(sums):
+        sums_smem[slot, m] = found[m]
+      plgpu.commit_smem()
+      for part in range(parts):
+        plgpu.copy_smem_to_gmem(out_smem.at[slot, part], tile.part(outputs[0], part))
+      for m in range(sums):
+        plgpu.copy_smem_to_gmem(sums_smem.at[slot, m], outputs[1 + m].at[b, head, tile.rows])
+      return none
+
+    fetch(jnp.int32(0))
+    if rotation is not None:
+      plgpu.copy_gmem_to_smem(rotation.turning, turning_smem, turning_filled)
+    lax.fori_loop(0, jnp.int32(several), take, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   rotation = None
   if angles is not None:
-    rotation = _Rotation(angles, speed, *(jnp.asarray(quarter_turn(), kind) for kind in (x.dtype, bf16)))
+    rotation = _Rotation(angles, speed, jnp.asarray(quarter_turn(), bf16))
   leaves, structure = jax.tree.flatten((rotation, without_state, unit))
   unused = plgpu.SMEM((1,), f32)
+  x_memory, dx_memory, out_memory = (shared((slots, parts, *shape), kind) for kind in (x.dtype, dx.dtype, dtype))
+  halves_memory = shared((slots, parts, 2, *shape), bf16)
+  # The interpreter would see races in what lies where something else was.
+  in_place = interpret is None
   found = plgpu.kernel(
     kernel,
     out_type=[jax.ShapeDtypeStruct(x.shape, dtype), *[jax.ShapeDtypeStruct((batch, heads, time), f32)] * sums],
     scratch_types=[
-      shared((parts, *shape), x.dtype),
-      shared((parts, *shape), dx.dtype),
-      shared((parts, *shape), dtype),
-      plgpu.SMEM((sums, ROWS), f32),
-      unused if rotation is None else shared((2, *shape), bf16),
-      unused if rotation is None else shared((WIDTH, WIDTH), x.dtype),
+      plgpu.RefUnion(x_memory, out_memory) if in_place and dtype.itemsize == 2 else (x_memory, out_memory),
+      plgpu.RefUnion(dx_memory, halves_memory) if in_place else (dx_memory, halves_memory),
+      plgpu.SMEM((slots, sums, ROWS), f32),
       unused if rotation is None else shared((WIDTH, WIDTH), bf16),
-      plgpu.Barrier(num_arrivals=2 * parts + (0 if rotation is None else 2)),
+      plgpu.Barrier(num_arrivals=2 * parts, num_barriers=slots),
+      plgpu.Barrier(num_arrivals=1),
     ],
-    grid=(batch * (time // ROWS) * heads,),
+    grid=(batch * (tiles // several) * heads,),
     grid_names=("block",),
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,

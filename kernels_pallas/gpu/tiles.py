@@ -5,6 +5,7 @@ Kernels with products have warpgroups that compute and one that loads. The loade
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -89,6 +90,14 @@ def place_in_grid(item: Int[Array, ""], rows: int, tiles: int) -> tuple[Int[Arra
   group, rest = (f(item, jnp.int32(tiles * together)) for f in (lax.div, lax.rem))
   tile, row = (f(rest, jnp.int32(together)) for f in (lax.div, lax.rem))
   return group * together + row, tiles - 1 - tile
+
+
+def tiles_of_a_block(rows: int, tiles: int, head_dim: int) -> int:
+  """How many a block of one warpgroup takes, each while the next one comes, of so many in a row.
+
+  Several where there are many, if heads are not so wide that the next tile would take the place of another block.
+  """
+  return math.gcd(tiles, 4) if rows * tiles >= 32 * MULTIPROCESSORS and head_dim <= 64 else 1
 
 
 class TokenTile(NamedTuple):
