@@ -7,8 +7,10 @@ import math
 import random
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import csympow
 from csympow import op
@@ -18,6 +20,12 @@ FORMS = ("attention", "chunked", "recurrent")
 TIMED = ("q", "k", "v", "log_gate", "beta", "y")
 STATE = ("S", "Z", "phase")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
+
+# How a test runs one of the kernels for Hopper: see the fixture `no_races_if_interpreted`.
+WHERE = [
+  pytest.param(plgpu.InterpretGPUParams(detect_races=True), id="interpreted"),
+  pytest.param(None, id="chip", marks=pytest.mark.gpu),
+]
 
 # Nearly all of the suite's time is compilation. The compiler's own effort does not matter where nothing is timed.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -35,6 +35,13 @@ def no_races(monkeypatch):
 
 
 @pytest.fixture
+def no_races_if_interpreted(request):
+  """The same, of a test with a parameter `interpret` that is None on a chip."""
+  if request.node.callspec.params["interpret"] is not None:
+    request.getfixturevalue("no_races")
+
+
+@pytest.fixture
 def long(monkeypatch):
   """What makes sequences of a few tiles count as long, and states cost as much as two tiles."""
   from csympow.forms import visible

@@ -13,6 +13,7 @@ from kernels_pallas.gpu.heard import heard
 from kernels_pallas.gpu.state_read import Found
 from kernels_pallas.gpu.tiles import ROWS
 from kernels_pallas.weights import INVISIBLE, LOG2E
+from tests.comparing import WHERE
 from tests.test_numerics import nearly_orthogonal
 
 CHUNK, CHUNKS, WIDTH = 256, 4, 64
@@ -45,8 +46,8 @@ def read_by_chunk(q, k, v):
     squares.append(np.sum(S**2))
   numerator, error, weight = (np.concatenate(x) for x in (numerators, errors, weights))
   scores = np.tril(np.square(q @ k.T))
-  wrong = (error / np.sum(scores, axis=-1, keepdims=True))[CHUNK:]
-  y = (scores @ v / np.sum(scores, axis=-1, keepdims=True))[CHUNK:]
+  total = np.maximum(np.sum(scores, axis=-1, keepdims=True), 1e-30)
+  wrong, y = ((x / total)[CHUNK:] for x in (error, scores @ v))
   found = Found(jnp.float32(numerator)[None, :, None], jnp.float32(weight)[None, None])
   return (found, jnp.float32(squares)[None, None]), np.linalg.norm(wrong) / np.linalg.norm(y)
 
@@ -94,11 +95,16 @@ def test_a_later_key_tells_a_head_nothing():
   assert is_faint(q, k, found, squares.at[..., :-1].set(0))  # as if no other chunk asked
 
 
-@pytest.mark.parametrize("period", [2, 16, 64])
-def test_queries_are_looked_at_wherever_they_stand_in_a_period(period):
-  (q, k, v), (others, _, _) = tokens(0.01), tokens(None)
-  often = np.arange(TIME) % period < max(1, period // 4)
-  q[~often] = others[~often]
+@pytest.mark.parametrize("asks", ["every fourth token", "a document across two chunks", "the last real tokens"])
+def test_a_head_is_faint_if_some_of_its_queries_would_hear_nothing(asks):
+  (q, k, v), (others, _, _), time = tokens(0.01), tokens(None), np.arange(TIME)
+  if asks == "every fourth token":
+    some = time % 4 == 0
+  elif asks == "a document across two chunks":
+    some = (time >= 1.5 * CHUNK) & (time < 2.5 * CHUNK)
+  else:
+    q[700:], some = 0, time >= 600
+  q[~some] = others[~some]
   found, wrong = read_by_chunk(q, k, v)
   assert wrong > faint.AUDIBLE
   assert is_faint(q, k, *found)
@@ -125,20 +131,18 @@ def test_normalisers_that_are_drowned_and_sums_that_are_no_numbers_leave_a_head_
   assert is_faint(q, k, found._replace(numerator=late), squares.at[..., 3].set(jnp.nan))
 
 
-@pytest.mark.parametrize(
-  "interpret",
-  [plgpu.InterpretGPUParams(detect_races=True), pytest.param(None, marks=pytest.mark.gpu)],
-  ids=["interpreted", "chip"],
-)
-def test_what_queries_gather_inside_their_chunks(interpret):
-  random, chunk, (B, T, H, G, d, dv) = np.random.default_rng(0), 448, (2, 896, 2, 2, 64, 128)
+@pytest.mark.parametrize("interpret", WHERE)
+@pytest.mark.parametrize(("d", "dv", "dtype"), [(64, 128, jnp.float32), (128, 64, jnp.bfloat16)])
+@pytest.mark.usefixtures("no_races_if_interpreted")
+def test_what_queries_gather_inside_their_chunks(d, dv, dtype, interpret):
+  random, chunk, (B, T, H, G) = np.random.default_rng(0), 448, (2, 896, 2, 2)
   q, k = (np.float16(random.normal(size=(B, T, n, d))) for n in (H * G, H))
   scale = np.float32(np.exp2(random.integers(-3, 4, (B, H, T))))
   log_gate = np.cumsum(-random.exponential(0.02, (B, H, 2, chunk)), axis=-1).reshape(B, H, T).astype(np.float32)
-  numerator = np.float32(random.normal(size=(B, T, H * G, dv)))
+  numerator = jnp.asarray(random.normal(size=(B, T, H * G, dv)), dtype)
   places = np.array([0, 384, 448, 832])
   found = heard(*map(jnp.asarray, (q, k, scale, log_gate, numerator)), places, chunk, interpret=interpret)
-  q, k, numerator = (np.moveaxis(np.float64(x), 1, 2) for x in (q, k, numerator))
+  q, k, numerator = (np.moveaxis(np.asarray(x, np.float64), 1, 2) for x in (q, k, numerator))
   k, log_gate = (np.repeat(x, G, axis=1) for x in (k * scale[..., None], np.float64(log_gate)))
   inside = np.tri(T, dtype=bool) & (np.arange(T)[:, None] // chunk == np.arange(T) // chunk)
   between = np.where(inside, log_gate[..., None] - log_gate[..., None, :], -np.inf)
@@ -148,15 +152,18 @@ def test_what_queries_gather_inside_their_chunks(interpret):
     np.testing.assert_allclose(one, other[..., rows], rtol=1e-4)
 
 
-@pytest.mark.parametrize(("count", "chunk"), [(2, 256), (3, 64), (16, 1024), (64, 1024), (1000, 1024)])
-def test_places_that_are_looked_at_lie_in_chunks_that_find_a_state(count, chunk):
+@pytest.mark.parametrize(("count", "chunk"), [(2, 64), (2, 4096), (3, 256), (9, 1024), (64, 1024), (1000, 1024)])
+def test_heads_are_judged_all_along_but_for_the_first_chunk(count, chunk):
   chunks, places = faint.some_places(count, chunk)
-  assert chunks[-1] == count - 1
-  assert np.all(chunks > 0)
-  assert np.all(np.diff(chunks) > 0)
-  assert 1 <= len(chunks) <= 8
-  assert np.all((places >= 0) & (places + ROWS <= chunk) & (places % ROWS == 0))
-  assert len(np.unique(places)) == min(len(chunks), chunk // ROWS)
+  windows = (chunks * chunk + places) // ROWS
+  assert np.all(places % ROWS == 0)
+  assert np.all((chunks > 0) & (chunks < count) & (places < chunk))
+  # One in each of equal spans, so at most two of these lie between one and the next, or the end.
+  others = (count - 1) * chunk // ROWS
+  assert len(windows) == min(16, others)
+  gaps = np.diff([chunk // ROWS, *windows, count * chunk // ROWS])
+  assert np.all(gaps[1:] > 0)
+  assert np.all(gaps <= 2 * -(-others // len(windows)) + others % len(windows))
 
 
 @pytest.mark.parametrize("gates", ["none", "weak", "resets"])

@@ -360,7 +360,7 @@ def test_a_chunked_pass_without_gradients_is_right_in_the_interpreter(case, dete
 @pytest.mark.usefixtures("no_races")
 def test_values_with_much_in_common_and_heads_read_without_states_are_right(case, without_state, monkeypatch):
   about = recorded(monkeypatch, fused_chunked, "_centre")
-  monkeypatch.setattr(fused_chunked, "faint", lambda heard: jnp.asarray([without_state]))
+  monkeypatch.setattr(fused_chunked, "faint", lambda read, interpret: jnp.asarray([without_state]))
   x, rest = inputs_about(2, case)
   run = functools.partial(attend(case, plgpu.InterpretGPUParams(detect_races=True), 256), rest=rest)
   results = comparing.with_gradients(run, x, cotangents(case))

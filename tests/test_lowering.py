@@ -15,8 +15,9 @@ from tests.comparing import Case, inputs
 from tests.test_context import mesh_of, place, sharded
 from tests.test_kernels import attend
 
-ATTENTION = ("totals", "copies", "attention_forward", "attention_backward", "gradients")
+ATTENTION = ("totals_and_sizes", "totals", "copies", "attention_forward", "attention_backward", "gradients")
 STATES = ("state_write", "state_read", "gram", "scan")
+FAINT = ("heard",)  # where there are several chunks, and no gradient by a state but that of y
 SEARCH = ("sizes", "bounds", "reach")
 
 
@@ -57,7 +58,7 @@ def test_a_pass_without_gradients_writes_symmetric_states_once():
   case = Case(T=2048, B=1, H=8, groups=2, d=64, dv=64, dtype="bfloat16", entry="attention")
   run, (_, x) = attend(case, chunk=1024), gradients(case)
   rest = {"rates": comparing.rotary(case.d)}
-  kernels = ("symmetric_write", "state_read", "gram", "scan", "attention_forward")
+  kernels = ("symmetric_write", "state_read", "gram", "scan", "attention_forward", *FAINT)
   with jax.enable_x64(True):  # integers and constants of 64 bits make no difference
     text = assert_lowers(lambda x: run(x, rest)["y"], x, *kernels)
   assert "state_write_mosaic_gpu" not in text
@@ -87,7 +88,7 @@ def test_wide_heads_lower_with_a_state():  # whose outputs are float32, and so t
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (32, 64), (128, 128), (64, 128), (128, 32)])
 def test_chunked_kernels_lower_at_a_million_tokens(d, dv):
   case = Case(T=2**20, B=1, H=2, groups=2, d=d, dv=dv, dtype="bfloat16", entry="attention")
-  assert_lowers(*gradients(case, chunk=1024), *ATTENTION, *STATES)
+  assert_lowers(*gradients(case, chunk=1024), *ATTENTION, *STATES, *FAINT)
 
 
 def in_shard_map(case, chunk=None):
@@ -151,7 +152,7 @@ def test_kernels_lower_under_vmap(chunk, rotation):
   x, rest = inputs(case)
   gradient = jax.grad(lambda x: attend(case, chunk=chunk)(x, rest)["y"].astype(jnp.float32).sum())
   stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), x)
-  assert_lowers(jax.vmap(gradient), stacked, *ATTENTION, *SEARCH, *(() if chunk is None else STATES))
+  assert_lowers(jax.vmap(gradient), stacked, *ATTENTION, *SEARCH, *(() if chunk is None else STATES + FAINT))
 
 
 @pytest.mark.slow
@@ -161,4 +162,4 @@ def test_kernels_lower_where_integers_and_constants_have_64_bits(chunk, rotation
   several_places(monkeypatch)
   case = Case(T=512, B=1, H=1, groups=2, d=64, dv=64, rotation=rotation, dtype="bfloat16", entry="attention")
   with jax.enable_x64(True):
-    assert_lowers(*gradients(case, chunk), *ATTENTION, *SEARCH, *(() if chunk is None else STATES))
+    assert_lowers(*gradients(case, chunk), *ATTENTION, *SEARCH, *(() if chunk is None else STATES + FAINT))

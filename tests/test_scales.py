@@ -46,7 +46,7 @@ def test_queries_and_keys_as_they_were_given_weigh_the_same_whatever_their_size(
   interpret = plgpu.InterpretGPUParams()
   settings = Settings(case.power, BLOCK, TILE, TILE, "high", interpret=interpret)
   tokens = near.Tokens(x["q"][:, :, :, None], x["k"], x["v"], x["log_gate"], None)
-  given = near.operands(tokens, near.survey(tokens, settings), settings, with_state=False, save=True)
+  given, _ = near.operands(tokens, settings, with_state=False, save=True)
   y, scaled = near.forward(given, power=case.power, dtype=jnp.bfloat16, save_low=True, interpret=interpret)
   for found in (y.high, y.low, y.normaliser, of_sizes(scaled.q, 1)):
     np.testing.assert_array_equal(found, jnp.repeat(found[:1], len(SIZES), axis=0))

@@ -3,26 +3,17 @@
 import functools
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from csympow import prefix
 from kernels_pallas.gpu import running
-from kernels_pallas.gpu.running import survey, totals
+from kernels_pallas.gpu.running import totals, totals_and_sizes
 from kernels_pallas.gpu.scan import scan
+from tests.comparing import WHERE
 
-INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
-
-
-@pytest.fixture(autouse=True)
-def no_races_if_interpreted(request):
-  if request.node.callspec.params["interpret"] is not None:
-    request.getfixturevalue("no_races")
-
-
-WHERE = [pytest.param(INTERPRETED, id="interpreted"), pytest.param(None, id="chip", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.usefixtures("no_races_if_interpreted")
 
 
 def assert_total(found, expected, bits):
@@ -66,10 +57,10 @@ def test_sizes_of_vectors_are_found_beside_totals(interpret, time, head_dim, dty
   vectors = random.normal(size=(2, time, 3, head_dim)) * np.exp2(random.integers(-10, 10, (2, time, 3, 1)))
   vectors[:, 5], vectors[0, 6, 0, 3] = 0, -np.inf
   vectors = jnp.asarray(vectors, dtype)
-  found = jax.jit(functools.partial(survey, interpret=interpret))(x, vectors)
+  found = jax.jit(functools.partial(totals_and_sizes, interpret=interpret))(x, vectors)
   np.testing.assert_array_equal(found[:2], totals(x, interpret=interpret))
   expected = np.max(np.abs(np.asarray(vectors, np.float32)), axis=-1)
-  np.testing.assert_array_equal(found.largest, np.swapaxes(expected, 1, 2))
+  np.testing.assert_array_equal(found[2], np.swapaxes(expected, 1, 2))
 
 
 @pytest.mark.parametrize("interpret", WHERE)

@@ -24,7 +24,7 @@ from kernels_pallas.gpu.tiles import ROWS
 ROUNDING = 2.0**-8
 AUDIBLE = 4e-3  # of what y is beside the values' centre
 _UNIT = 2.0**-9  # of a value is what rounding it may lose
-_CHUNKS = 8  # of so many chunks, at most, a head is judged, and of 64 queries of each
+_WINDOWS = 16  # of so many, at most, of 64 queries that follow one another, a head is judged
 
 
 class Read(NamedTuple):
@@ -47,7 +47,7 @@ def faint(x: Read, interpret: Any = None) -> Bool[Array, "B H"]:
   tokens = (chunks * chunk + places)[:, None] + np.arange(ROWS)
   by_time = x.log_gate.reshape(batch, heads, -1)
   found = heard(x.q, x.k, x.k_scale, by_time, x.found.numerator, tokens[:, 0], chunk, interpret=interpret)
-  near, asked, size = (part.reshape(batch, heads, -1, *tokens.shape) for part in found)
+  near, asked, square = (part.reshape(batch, heads, -1, *tokens.shape) for part in found)
 
   def of_each(x: Float[Array, "B Hx T"]) -> Float[Array, "B H gx m rows"]:
     return x.reshape(batch, heads, -1, x.shape[-1])[..., tokens]
@@ -61,7 +61,7 @@ def faint(x: Read, interpret: Any = None) -> Bool[Array, "B H"]:
   share = far / jnp.maximum(far + near, 2.0**-120)
 
   # Values that are all but the same differ by their own rounding.
-  size = jnp.sqrt(size) + _UNIT * x.centre_size[:, :, None, None, None] * far
+  size = jnp.sqrt(square) + _UNIT * x.centre_size[:, :, None, None, None] * far
   error = jnp.minimum(share * noise / jnp.maximum(size, 2.0**-120), 1.0)
   # The mean square of those who ask, and what it may be; of numbers, whatever else there is in the sequence.
   excess = jnp.where((noise > 0) & jnp.isfinite(error), error**2 - AUDIBLE**2, 0.0)
@@ -69,8 +69,8 @@ def faint(x: Read, interpret: Any = None) -> Bool[Array, "B H"]:
 
 
 def some_places(count: int, chunk: int) -> tuple[Int[np.ndarray, "m"], Int[np.ndarray, "m"]]:
-  """Some of `count` chunks, the last among them but not the first, which finds no state; and a place in each."""
-  each = -(-(count - 1) // min(_CHUNKS, max(2, count // 4)))
-  chunks = np.arange(1 + (count - 2) % each, count, each)
+  """Of windows in all of `count` chunks but the first, which finds no state: the chunk, and the place in it."""
   in_chunk = chunk // ROWS
-  return chunks, ROWS * (scattered(in_chunk * len(chunks), len(chunks)) % in_chunk)
+  others = (count - 1) * in_chunk
+  windows = in_chunk + scattered(others, min(_WINDOWS, others))
+  return windows // in_chunk, ROWS * (windows % in_chunk)

@@ -71,11 +71,11 @@ def _forward(
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved]:
   q, k, v, _, rotation = tokens
   kernels, value_dim = _KERNELS[settings.chip], v.shape[-1]
-  wide = _as_wide_as_kernels(tokens, settings)
-  known = kernels.survey(wide, settings)
   stateful, denominator = memory is not None or return_memory, None
+  wide = _as_wide_as_kernels(tokens, settings)
+  operands, G = kernels.operands(wide, settings, with_state=stateful, save=save)
   found, x = kernels.forward(
-    kernels.operands(wide, known, settings, with_state=stateful, save=save),
+    operands,
     power=settings.power,
     dtype=jnp.float32 if stateful else dtype,
     save_low=save and not stateful,
@@ -88,7 +88,7 @@ def _forward(
 
   states = _STATES[settings.states]
   q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-  sequence = Sequence(*rotating.rotated(q, k, rotation), v, known.G)
+  sequence = Sequence(*rotating.rotated(q, k, rotation), v, G)
   inputs, decay = _span(sequence)
   if memory is not None:
     carried = states.read(memory, inputs.q, settings)

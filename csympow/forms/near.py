@@ -91,17 +91,11 @@ def totals_kernel(settings: Settings) -> TotalsKernel | None:
   return functools.partial(running.totals, interpret=settings.interpret) if settings.chip == "gpu" else None
 
 
-class Survey(NamedTuple):
-  """What is known of a sequence before anything is made of it."""
-
-  G: Total  # the running totals of the log gates
-  largest: Float[Array, "B T H"] | None  # coordinate of each key, without its sign; None: XLA is to find it
-
-
-def survey(x: Tokens, settings: Settings) -> Survey:
-  """By one kernel that waits for both, of whole BLOCKs."""
-  found = running.survey(by_head(x.log_gate), x.k, interpret=settings.interpret)
-  return for_each(lambda a: jnp.swapaxes(a, 1, 2), Survey(Total(found.high, found.low), found.largest))
+def survey(x: Tokens, settings: Settings) -> tuple[Total, Float[Array, "B T H"]]:
+  """The running totals of the log gates, and the largest coordinate of each key, from one launch."""
+  found = running.totals_and_sizes(by_head(x.log_gate), x.k, interpret=settings.interpret)
+  high, low, largest = (jnp.swapaxes(a, 1, 2) for a in found)
+  return Total(high, low), largest
 
 
 def spans(G: Total, size: int) -> Spans:
@@ -138,21 +132,21 @@ def _gates(G: Total) -> _Gates:
   return _Gates(since_start, until_end, jnp.exp(end - before)[..., 0], starts, ends)
 
 
-def operands(x: Tokens, known: Survey, settings: Settings, *, with_state: bool, save: bool) -> Operands:
-  """Operands of attention over whole BLOCKs, beside a state or alone, and for gradients or without."""
+def operands(x: Tokens, settings: Settings, *, with_state: bool, save: bool) -> tuple[Operands, Total]:
+  """Operands of attention over whole BLOCKs, beside a state or alone, and for gradients or without; and all gates."""
+  G, largest = survey(x, settings)
   short, wide = x.k.shape[1] <= SHORT, x.k.shape[-1] > 64
   fit = not with_state and x.rotation is None and all(a.dtype == jnp.bfloat16 for a in x[:3])
   if fit and (short or (wide and save)):
-    return _as_given(x, known, settings)
-  found = exponents(x, known.largest)
-  return operands_and_copies(x, known.G, found, (), (), settings, folding=wide or not short)[0]
+    return _as_given(x, G, largest, settings), G
+  found = exponents(x, largest)
+  return operands_and_copies(x, G, found, (), (), settings, folding=wide or not short)[0], G
 
 
-def _as_given(x: Tokens, known: Survey, settings: Settings) -> Operands:
+def _as_given(x: Tokens, G: Total, largest: Float[Array, "B T H"], settings: Settings) -> Operands:
   """Of bfloat16 queries and keys that are not copied; the forward pass finds the queries' exponents."""
   batch, time, heads, head_dim = x.k.shape
-  exponent = _exponent(_largest(x.k) if known.largest is None else known.largest)
-  top, gates = jnp.minimum(_longest(exponent, 0), _MOST_AS_GIVEN), _gates(known.G)
+  top, gates = jnp.minimum(_longest(_exponent(largest), 0), _MOST_AS_GIVEN), _gates(G)
   fold, unit = jnp.exp2(gates.until_end / settings.power), jnp.exp2(-top.astype(jnp.float32))
   q = x.q.reshape(batch, time, -1, head_dim)
 

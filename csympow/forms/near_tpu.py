@@ -58,18 +58,14 @@ def chunks(x: near.Tokens, G: Total, size: int) -> tuple[Chunks, Int[Array, "B T
   )
 
 
-def survey(x: near.Tokens, settings: Settings) -> near.Survey:
-  """What is known before anything is made of it."""
-  return near.Survey(running(x.log_gate, settings), None)
-
-
-def operands(x: near.Tokens, known: near.Survey, settings: Settings, *, with_state: bool, save: bool) -> Operands:
-  """Operands of attention over whole blocks."""
-  del settings, with_state, save
+def operands(x: near.Tokens, settings: Settings, *, with_state: bool, save: bool) -> tuple[Operands, Total]:
+  """Operands of attention over whole blocks, and all gates."""
+  G = running(x.log_gate, settings)
+  del with_state, save
   block = pairs.block_size(x.k.shape[1])
-  given, q_exponent, top = chunks(x, known.G, block)
-  ends = jnp.stack([total[:, block - 1 :: block] for total in known.G], axis=1)
-  return Operands(given, jnp.moveaxis(ends, 3, 1), q_exponent, top)
+  given, q_exponent, top = chunks(x, G, block)
+  ends = jnp.stack([total[:, block - 1 :: block] for total in G], axis=1)
+  return Operands(given, jnp.moveaxis(ends, 3, 1), q_exponent, top), G
 
 
 def forward(x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interpret: Any) -> tuple[Outputs, Operands]:

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float, Float16, Int
 
-from kernels_pallas.gpu.tiles import IN_TILE, ROWS, TILE, WGMMA, across, by_eights, shared, varying_as
+from kernels_pallas.gpu.tiles import IN_TILE, ROWS, TILE, WGMMA, across, by_eights, shared, square, varying_as
 from kernels_pallas.weights import even_power, raised
 
 _KINDS = 2  # of sums: of weights, and of weights times values
@@ -80,10 +80,6 @@ def bounds(
 
     def size_of(tile, part, axis):
       return plgpu.load(sizes_smem.at[tile, part], layout=WGMMA.reduce(axis), optimized=False)
-
-    def square(smem):
-      x = plgpu.load(smem, layout=WGMMA, optimized=False).astype(f32)
-      return by_eights(x * x).sum(axis=1)
 
     def gathered(part, tile):
       """What queries gather from a tile's keys, each thread's share."""

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16, Int
 
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, by_eights, down, index, shared, varying_as
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, by_eights, down, index, shared, square, varying_as
 
 _SLOTS = 4  # of keys on their way
 
@@ -80,10 +80,6 @@ def heard(
       seen = index(s.shape, 1, n * ROWS) <= index(s.shape, 0, start - first)
       discount = jnp.exp(jnp.where(seen, jnp.minimum(down(gate, s.shape) - across(pull, s.shape), 0.0), -jnp.inf))
       return so_far + by_eights(s * s * discount)
-
-    def square(smem):
-      x = plgpu.load(smem, layout=WGMMA, optimized=False).astype(f32)
-      return (x * x).sum(axis=1)
 
     plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem, filled)
     plgpu.copy_gmem_to_smem(numerator_ref.at[b, rows, head], numerator_smem, filled)

@@ -11,7 +11,7 @@ make a float32. To it comes the sum of all tiles before it in its sequence, whos
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -42,23 +42,22 @@ _REGISTERS = 232, 88  # of a thread that sums up and of one that reads: together
 _READERS, _BYTES = 3, 72 * 1024  # of vectors, and what is on its way to them together
 
 
-class Survey(NamedTuple):
-  """Totals' high and low halves; and the largest coordinate of each vector, without its sign, if there are any."""
-
-  high: Float[Array, "B H T"]
-  low: Float[Array, "B H T"]
-  largest: Float[Array, "B H T"] | None
-
-
 def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Array, "B H T"], Float[Array, "B H T"]]:
   """The totals' high and low halves."""
-  return survey(x, interpret=interpret)[:2]
+  high, low = _run(x, None, interpret)
+  return high, low
 
 
-def survey(
-  x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"] | None = None, *, interpret: Any = None
-) -> Survey:
-  """The totals, and what is found of `vectors`, whole ROWS of tokens."""
+def totals_and_sizes(
+  x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"], *, interpret: Any = None
+) -> tuple[Float[Array, "B H T"], Float[Array, "B H T"], Float[Array, "B H T"]]:
+  """The same, and the largest coordinate of each vector, without its sign; of whole ROWS of tokens."""
+  assert x.shape[2] % ROWS == 0
+  high, low, largest = _run(x, vectors, interpret)
+  return high, low, largest
+
+
+def _run(x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"] | None, interpret: Any) -> list[Array]:
   batch, heads, time = x.shape
   # Pairs of tiles: numbers are loaded by twos, which begin at even places.
   whole = jnp.pad(x, ((0, 0), (0, 0), (0, -time % (2 * TILE))))
@@ -187,11 +186,11 @@ def survey(
     grid=(blocks,),
     grid_names=("block",),
     interpret=interpret,
-    kernel_name="totals" if vectors is None else "survey",
+    kernel_name="totals" if vectors is None else "totals_and_sizes",
     **threads,
   )(*arrays)
-  high, low = (half[:count].reshape(whole.shape)[..., :time] for half in found[:2])
-  result: Survey = varying_as(x, Survey(high, low, None if vectors is None else found[2]))
+  halves = [half[:count].reshape(whole.shape)[..., :time] for half in found[:2]]
+  result: list[Array] = varying_as(x, [*halves, *found[2:]])
   return result
 
 

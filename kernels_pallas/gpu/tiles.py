@@ -160,6 +160,12 @@ def by_eights(x: Float[Array, "rows columns"]) -> Float[Array, "rows 8"]:
   return functools.reduce(jnp.add, (x[:, n : n + 8] for n in range(0, x.shape[1], 8)))
 
 
+def square(ref: Any) -> Float[Array, "rows"]:
+  """The squared lengths of vectors in shared memory."""
+  x = plgpu.load(ref, layout=WGMMA, optimized=False).astype(jnp.float32)
+  return by_eights(x * x).sum(axis=1)
+
+
 def index(shape: tuple[int, int], axis: int, start: Int[Array, ""]) -> Int[Array, "rows columns"]:
   """The token of each row or column of a tile that starts at `start`."""
   return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + start
