@@ -24,7 +24,7 @@ from kernels_pallas.gpu.tiles import ROWS
 ROUNDING = 2.0**-8
 AUDIBLE = 4e-3  # of what y is beside the values' centre
 _UNIT = 2.0**-9  # of a value is what rounding it may lose
-_WINDOWS = 16  # of so many, at most, of 64 queries that follow one another, a head is judged
+_WINDOWS = 8  # of so many, at most, of 64 queries that follow one another, a head is judged
 
 
 class Read(NamedTuple):

@@ -62,9 +62,9 @@ def in_spans(x: Array, count: int) -> Array:
 
 
 def scattered(many: int, wanted: int) -> Int[np.ndarray, "wanted"]:
-  """So many of `many` places, in order: one in each of equal spans, but not always the same of a span."""
-  each, n = many // wanted, np.arange(wanted)
-  return (n * each + np.floor(each * (n * 0.6180339887 % 1))).astype(np.int32)
+  """So many of `many` places, in order: one in each of nearly equal spans, but not always the same of a span."""
+  ends = np.arange(wanted + 1) * many // wanted
+  return (ends[:-1] + np.floor(np.diff(ends) * (np.arange(wanted) * 0.6180339887 % 1))).astype(np.int32)
 
 
 def heads_first(x: Float[Array, "B T H *g d"]) -> Float[Array, "B H *g T d"]:
