@@ -172,10 +172,26 @@ def gradients(case):
 
 
 def assert_lowers(function, x, form):
-  """The function lowers for TPUs, to a program with the form's kernels."""
-  text = jax.jit(function).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+  """The function lowers for TPUs, to a program with the form's kernels, and these to what the chip can do."""
+  traced = jax.jit(function).trace(x)
+  text = traced.lower(lowering_platforms=("tpu",)).as_text()
   for kernel in KERNELS[form]:
     assert f'kernel_name = "{kernel}"' in text, f"{kernel} is not in the program"
+  found = list(products(traced.jaxpr))
+  assert found
+  for product in found:  # whatever the caller's precision, for the chip has no other of 16 bits: see exact_products
+    assert all(operand.aval.dtype == jnp.bfloat16 for operand in product.invars)
+    assert product.params["precision"] == (jax.lax.Precision.DEFAULT,) * 2
+
+
+def products(jaxpr, in_kernel=False):
+  """All matrix products of a program's kernels."""
+  for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    if in_kernel and equation.primitive.name == "dot_general":
+      yield equation
+    for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+      if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        yield from products(value, in_kernel or equation.primitive.name == "pallas_call")
 
 
 LOWERED = [
