@@ -49,7 +49,7 @@ def test_totals_of_small_and_large_numbers(interpret, value):
 
 
 @pytest.mark.parametrize("interpret", WHERE)
-@pytest.mark.parametrize(("time", "head_dim", "dtype"), [(832, 32, jnp.bfloat16), (64, 128, jnp.float16)])
+@pytest.mark.parametrize(("time", "head_dim", "dtype"), [(448, 32, jnp.bfloat16), (64, 128, jnp.float16)])
 def test_sizes_of_vectors_are_found_beside_totals(interpret, time, head_dim, dtype, monkeypatch):
   monkeypatch.setattr(running, "multiprocessors", lambda: 2)  # several turns for each reader
   random = np.random.default_rng(0)
