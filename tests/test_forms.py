@@ -60,7 +60,7 @@ def test_results_have_the_dtype_of_the_inputs_and_the_state_is_float32(case, for
     assert value.dtype == (case.dtype if name in ("y", "dq", "dk", "dv") else "float32"), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_heads_of_64_at_power_4_are_the_gated_sum(dtype):
   """766,480 features: only the attention form is practical, and the reference is the sum over earlier tokens."""
   case = Case(T=100, B=1, H=2, d=64, dv=64, power=4, entry="attention", chunk_size=32, dtype=dtype)

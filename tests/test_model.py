@@ -218,7 +218,7 @@ def check_gradient(gradient):
   ("variant", "how"),
   [
     ("sympow", {"remat": "dots"}),
-    ("sympow+gating", {"unroll": True}),
+    pytest.param("sympow+gating", {"unroll": True}, marks=pytest.mark.slow),
     ("conformal", {"remat": "full"}),
   ],
   ids=str,
