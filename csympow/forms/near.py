@@ -67,7 +67,7 @@ class Operands(NamedTuple):
 
   q: Float[Array, "B T Hq d"]
   keys: attention_forward.Keys
-  ends: attention_backward.Ends
+  last: Int[Array, "B H tiles"]  # the latest tile whose queries read a tile's keys
   v: BFloat16[Array, "B T H dv"]
   q_exponent: Int[Array, "B T H g"]  # queries were divided by 2 to this, or will be by the kernel
   exponent: Int[Array, "B T H"]  # keys were divided by 2 to this: 0 as they were given
@@ -161,19 +161,15 @@ def _as_given(x: Tokens, G: Total, largest: Float[Array, "B T H"], settings: Set
   keys = _keys(None, x.k, fold, gates, jnp.zeros_like(gates.since_start), seen)
   unknown = jnp.zeros(x.q.shape[:-1], jnp.int32)
   exponent = jnp.zeros(x.k.shape[:-1], jnp.int32)
-  return Operands(q, keys._replace(unit=unit), _ends(gates, seen), x.v, unknown, exponent, top)
+  return Operands(q, keys._replace(unit=unit), seen.last, x.v, unknown, exponent, top)
 
 
 def _keys(
   folded: Array | None, plain: Array, fold: Array, gates: _Gates, log_scale: Array, seen: Visible
 ) -> attention_forward.Keys:
-  return attention_forward.Keys(
-    folded, plain, fold, gates.since_start, gates.since_start - log_scale, gates.decay, seen.first
-  )
-
-
-def _ends(gates: _Gates, seen: Visible) -> attention_backward.Ends:
-  return attention_backward.Ends(total=jnp.stack(gates.end), last=seen.last)
+  pull = gates.since_start - log_scale
+  total = jnp.stack(gates.end)
+  return attention_forward.Keys(folded, plain, fold, gates.since_start, pull, gates.decay, seen.first, total)
 
 
 def operands_and_copies(
@@ -222,7 +218,7 @@ def operands_and_copies(
   found = Operands(
     q=q,
     keys=_keys(folded, plain, fold, gates, log_scale, seen),
-    ends=_ends(gates, seen),
+    last=seen.last,
     v=v,
     q_exponent=q_exponent,
     exponent=exponents.k,
@@ -234,9 +230,8 @@ def operands_and_copies(
 
 def read_without_states(x: Operands, heads: Bool[Array, "B H"]) -> Operands:
   """For some heads whose queries are to read all keys instead."""
-  seen = without_states(Visible(x.keys.first, x.ends.last, x.has_state), Total(*x.ends.total), heads)
-  keys, ends = x.keys._replace(first=seen.first), x.ends._replace(last=seen.last)
-  return x._replace(keys=keys, ends=ends, has_state=seen.has_state)
+  seen = without_states(Visible(x.keys.first, x.last, x.has_state), Total(*x.keys.total), heads)
+  return x._replace(keys=x.keys._replace(first=seen.first), last=seen.last, has_state=seen.has_state)
 
 
 def exponents(x: Tokens, largest: Float[Array, "B T H"] | None = None) -> Exponents:
@@ -321,7 +316,7 @@ def backward(
     discounted=given.inverse * jnp.exp2(gate),
     delta=given.delta,
   )
-  return attention_backward.backward(rows, x.keys, x.ends, x.v, power=power, interpret=interpret)
+  return attention_backward.backward(rows, x.keys, x.last, x.v, power=power, interpret=interpret)
 
 
 def pulls(

@@ -37,9 +37,11 @@ from kernels_pallas.gpu.tiles import (
   down,
   index,
   place_in_grid,
+  place_in_ring,
   shared,
   varying_as,
   wait_for_all,
+  wait_for_warps,
   wait_if,
 )
 from kernels_pallas.weights import LOG2E, raised, slope
@@ -58,13 +60,6 @@ class Rows(NamedTuple):
   delta: Float[Array, "B Hq T"]  # dy . y
 
 
-class Ends(NamedTuple):
-  """Tiles as the backward pass sees them."""
-
-  total: Float[Array, "2 B H tiles"]  # of the log gates at each tile's end, high and low
-  last: Int[Array, "B H tiles"]  # the latest tile whose queries read a tile's keys
-
-
 class Gradients(NamedTuple):
   """Cotangents, but for the factor p of dq and dk.
 
@@ -79,18 +74,27 @@ class Gradients(NamedTuple):
 
 
 def backward(
-  rows: Rows, keys: Keys, ends: Ends, v: BFloat16[Array, "B T H dv"], *, power: int, interpret: Any = None
+  rows: Rows,
+  keys: Keys,
+  last: Int[Array, "B H tiles"],
+  v: BFloat16[Array, "B T H dv"],
+  *,
+  power: int,
+  interpret: Any = None,
 ) -> Gradients:
-  """The cotangents of q, of the plain keys or of those that were given, and of v."""
+  """The cotangents of q, of the plain keys or of those that were given, and of v.
+
+  `last`: the latest tile whose queries read a tile's keys.
+  """
   of_keys, of_values = (-(-width // 64) for width in (rows.q.shape[-1], v.shape[-1]))
 
   def gradients(part: int) -> Gradients:
     # Under vmap one after another: blocks of the grid take turns by semaphores that know nothing of vmap's axis.
     @jax.custom_batching.sequential_vmap
-    def one_at_a_time(rows: Rows, keys: Keys, ends: Ends, v: Array) -> Gradients:
-      return _backward(rows, keys, ends, v, part, power, interpret)
+    def one_at_a_time(rows: Rows, keys: Keys, last: Int[Array, "B H tiles"], v: Array) -> Gradients:
+      return _backward(rows, keys, last, v, part, power, interpret)
 
-    result: Gradients = one_at_a_time(rows, keys, ends, v)
+    result: Gradients = one_at_a_time(rows, keys, last, v)
     return result
 
   parts = [gradients(n) for n in range(max(of_keys, of_values))]
@@ -104,7 +108,7 @@ def backward(
 
 
 def _backward(
-  rows: Rows, keys: Keys, ends: Ends, v: BFloat16[Array, "B T H dv"], part: int, power: int, interpret: Any
+  rows: Rows, keys: Keys, last: Int[Array, "B H tiles"], v: Array, part: int, power: int, interpret: Any
 ) -> Gradients:
   """The gradients of 64 coordinates of q, k and v; wider heads take several such passes."""
   ordered = interpret is None  # the interpreter can neither wait for a turn nor add to memory
@@ -121,7 +125,7 @@ def _backward(
   ours = [pl.ds(min(part * 64, all_of - some), some) for all_of, some in ((head_dim, k_wide), (value_dim, v_wide))]
 
   def kernel(*refs):
-    rows_ref, keys_ref, ends_ref, v_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
+    rows_ref, keys_ref, last_ref, v_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
     found = len(leaves) + len(outputs)
     dq_ref, dk_ref, dv_ref, *pulled_ref = refs[len(leaves) : found]
     k_smem, rounded_k_smem, v_smem, *others = refs[found:]
@@ -130,7 +134,7 @@ def _backward(
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, n = place_in_grid(item, batch * heads, tiles)
     b, kv = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
-    far_end = ends_ref.last[b, kv, n] + 1
+    far_end = last_ref[b, kv, n] + 1
     far = far_end - n - 1  # tiles of queries of each head, after the keys' own
     turns: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, query_heads, tiles))) if ordered else None
 
@@ -171,7 +175,7 @@ def _backward(
           plgpu.wgmma(sums, left, right)
 
       def free(visited):
-        plgpu.barrier_arrive(q_freed.at[lax.rem(visited, jnp.int32(slots))])
+        plgpu.barrier_arrive(q_freed.at[place_in_ring(visited, slots)])
 
       def product(dq, buffer):
         """Of the dS of both warpgroups' keys with this one's queries."""
@@ -180,6 +184,8 @@ def _backward(
 
       def hand_over(dq, buffer):
         """To the warpgroup that adds it to memory. Only when `dq_freed` was seen for the visit before."""
+        if in_place:  # another warp's product may still read dS
+          wait_for_warps()
         dq_smem[buffer, thread] = dq if of_keys is None else dq * of_keys
         plgpu.commit_smem()
         plgpu.barrier_arrive(dq_filled)
@@ -187,9 +193,9 @@ def _backward(
       def visit(place, fetch, weigh, dk, dv, first=False):
         def visit_tile(number, head, m, none):
           fetched = fetch(m)  # from afar, while queries come and products are under way
-          buffer = lax.rem(number, jnp.int32(2))
+          buffer = place_in_ring(number, 2)
           for unit in range(_UNITS):
-            slot = lax.rem(number * _UNITS + unit, jnp.int32(slots))
+            slot = place_in_ring(number * _UNITS + unit, slots)
             plgpu.barrier_wait(q_filled.at[slot])
             # The dQ of the visit before.
             late = unit == 0 and not first
@@ -217,9 +223,9 @@ def _backward(
             if unit > 0:  # the products of the unit before have come before these
               free(number * _UNITS)
             ds_smem[buffer, unit, thread] = ds
-            plgpu.commit_smem()
             multiply(dv, weights, dy_smem.at[slot, :, ours[1]])
             multiply(dk, ds, rounded_q(slot))
+          plgpu.commit_smem()  # of both units, while products are under way
           plgpu.barrier_arrive(ds_filled)
           plgpu.wgmma_wait(0)  # ptxas gives the registers of left operands to the next visit's
           free(number * _UNITS + 1)
@@ -233,7 +239,7 @@ def _backward(
       if not folding:  # then it is not keys that are discounted, but the p-th powers of their scores
         fold = raised(fold, power)
       of_keys = keys_ref.unit[b, kv] if as_given else None
-      end = [ends_ref.total[piece, b, kv, n] for piece in range(2)]
+      end = [keys_ref.total[piece, b, kv, n] for piece in range(2)]
       plgpu.barrier_wait(k_filled)
       if not as_given:
         mine = plgpu.load(k_smem.at[0, thread, :, ours[0]], layout=WGMMA, optimized=False)
@@ -245,7 +251,7 @@ def _backward(
         return jnp.exp2(jnp.where(seen, across(exponent, shape) - down(pull, shape), -jnp.inf)), None
 
       def far_fetch(m):
-        return [ends_ref.total[piece, b, kv, m - 1] for piece in range(2)]
+        return [keys_ref.total[piece, b, kv, m - 1] for piece in range(2)]
 
       def far_weigh(before, discounted, unit, shape):
         discount = jnp.exp2(((before[0] - end[0]) + (before[1] - end[1])) * LOG2E)
@@ -278,7 +284,7 @@ def _backward(
         product(dq, buffer)
         return dq[...]
 
-      buffer = lax.rem(visits - 1, jnp.int32(2))
+      buffer = place_in_ring(visits - 1, 2)
       plgpu.barrier_wait(ds_filled)
       last_dq = pl.run_scoped(last_product, plgpu.ACC((ROWS, k_wide), f32))
       wait_if(visits > 1, dq_freed)
@@ -310,7 +316,7 @@ def _backward(
         def load_tile(number, head, m, none):
           for unit in range(_UNITS):
             visited = number * _UNITS + unit
-            slot, at = lax.rem(visited, jnp.int32(slots)), pl.ds(m * TILE + unit * ROWS, ROWS)
+            slot, at = place_in_ring(visited, slots), pl.ds(m * TILE + unit * ROWS, ROWS)
             wait_if(visited >= slots, q_freed.at[slot])
             sources = [
               (rows_ref.q.at[b, at, head], q_smem),
@@ -343,7 +349,7 @@ def _backward(
       plgpu.set_max_registers(40, action="decrease")
 
       def add_tile(number, head, m, none):
-        buffer = lax.rem(number, jnp.int32(2))
+        buffer = place_in_ring(number, 2)
         plgpu.barrier_wait(dq_filled)
         if ordered:
           plgpu.semaphore_wait(turns.at[b, head, m], m - n, decrement=False, memory_scope="gpu")
@@ -405,7 +411,7 @@ def _backward(
   ]
   if as_given:
     outputs.append(jax.ShapeDtypeStruct((batch, heads, time), f32))
-  leaves, structure = jax.tree.flatten((rows, keys, ends, v))
+  leaves, structure = jax.tree.flatten((rows, keys, last, v))
   # Out of order each tile of keys leaves its own dq.
   parts = None if ordered else jax.new_ref(jnp.zeros((tiles, *dq_shape), f32))
   results = plgpu.kernel(
@@ -416,7 +422,8 @@ def _backward(
     grid_names=("block",),
     num_threads=4,
     thread_name="thread",
-    compiler_params=plgpu.CompilerParams(approx_math=True),
+    # What is written to shared memory is read, or written again, beyond a barrier that all warps have passed.
+    compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     interpret=interpret,
     kernel_name="attention_backward",
   )(*leaves, *(() if parts is None else (parts,)))

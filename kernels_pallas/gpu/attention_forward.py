@@ -6,7 +6,8 @@ Time is cut into tiles. Keys of earlier tiles come discounted to their tile's en
 power carries it), so a block of their weights is one matrix product and p/2 multiplications an element; the sums so far
 are multiplied by one number, the tile's decay, when the next one begins. Only inside the query's own tile are gates
 exponentials of pairs. Where sequences are too short for a copy of discounted keys to pay, scores are multiplied by
-their keys' discounts instead, and queries can come as they were given.
+their keys' discounts instead, and queries can come as they were given. The loader makes these discounts, until the
+block's first query: then sums need no decay but that of the first of two tiles.
 
     4 warpgroups   64 queries each (2, if heads are wide): while one raises scores, others have products under way
     the last one   loads
@@ -42,6 +43,7 @@ from kernels_pallas.gpu.tiles import (
   down,
   index,
   multiprocessors,
+  place_in_ring,
   power_of_two,
   rounded,
   shared,
@@ -51,7 +53,10 @@ from kernels_pallas.gpu.tiles import (
   wait_if,
 )
 from kernels_pallas.gpu.turns import Turns
-from kernels_pallas.weights import SMALLEST, even_power
+from kernels_pallas.weights import LOG2E, SMALLEST, even_power
+
+_BATCH = 2  # tiles whose discounts are computed together, for they come from afar
+_BY_THREAD = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
 
 
 class Keys(NamedTuple):
@@ -64,6 +69,7 @@ class Keys(NamedTuple):
   pull: Float[Array, "B H T"]  # of a key: the same, less the logarithm of its scale
   decay: Float[Array, "B H tiles"]  # the discount across each tile
   first: Int[Array, "B H tiles"]  # the earliest tile that is read: by a block of the grid, its first tile's
+  total: Float[Array, "2 B H tiles"]  # of the log gates at each tile's end, high and low
   unit: Float[Array, "B H"] | None = None  # queries come as they were given, and are multiplied by this once scaled
 
 
@@ -137,6 +143,8 @@ def forward(
   wide = value_dim > 64  # there is no room for what wide heads carry
   f32 = jnp.float32
   folding = keys.folded is not None
+  unread: Any = None
+  keys = keys._replace(fold=unread, total=unread) if folding else keys
   narrow, of_rows = jnp.dtype(dtype).itemsize == 2, batch * query_heads
   turns = Turns(of_rows, tiles, blocks=of_rows * tiles)
   if not folding and carried is None and narrow:  # there is room for two places' queries, and outputs
@@ -167,7 +175,7 @@ def forward(
         start, (b, head, kv, tile, first, unit) = so_far
         of_next = look_up(jnp.minimum(turn + 1, count - 1))  # on its way from now on, if anyone asks for it
         plain = start + (tile - first + again) * IN_TILE
-        stop, room = plain + pairs * IN_TILE, lax.rem(turn, jnp.int32(rooms))
+        stop, room = plain + pairs * IN_TILE, place_in_ring(turn, rooms)
         visit(turn, _Place(room, b, head, kv, tile, first, start, plain, stop, unit))
         return stop, of_next
 
@@ -181,7 +189,10 @@ def forward(
       return count, stop
 
     def slot_of(j):
-      return lax.rem(j, jnp.int32(slots))
+      return place_in_ring(j, slots)
+
+    def discounts_of(j, many=ROWS):
+      return pl.ds(place_in_ring(j, 2 * _BATCH * IN_TILE) * ROWS, many)
 
     def compute(turn, place):
       b, head, kv = place.b, place.head, place.kv
@@ -197,7 +208,7 @@ def forward(
 
       @pl.when(turn > 0)
       def _():
-        leave(lax.rem(turn - 1, jnp.int32(rooms)))
+        leave(place_in_ring(turn - 1, rooms))
 
       if place.unit is not None and outputs.scaled is not None:  # now, for which that would have waited, too
         plgpu.copy_smem_to_gmem(queries, outputs.scaled.at[b, rows, head])
@@ -206,13 +217,21 @@ def forward(
       def free(freed, j):
         plgpu.barrier_arrive(freed.at[slot_of(j)])
 
+      def wait_for_keys(j):
+        plgpu.barrier_wait((k_filled if folding else v_filled).at[slot_of(j)])
+
+      def wait_for_values(j):
+        if folding:  # or they came with the keys
+          plgpu.barrier_wait(v_filled.at[slot_of(j)])
+
       def pass_by(start, stop):
         """Sees blocks come that others read: a barrier that went on twice unseen would look as if it had not."""
 
         def see(j, none):
-          for filled, freed in ((k_filled, k_freed), (v_filled, v_freed)):
-            plgpu.barrier_wait(filled.at[slot_of(j)])
-            free(freed, j)
+          wait_for_keys(j)
+          free(k_freed, j)
+          wait_for_values(j)
+          free(v_freed, j)
           return none
 
         lax.fori_loop(start, stop, see, None)
@@ -222,7 +241,6 @@ def forward(
           plgpu.wgmma(s, queries, k_smem.at[slot_of(j)].transpose((1, 0)))
           return s[...]
 
-        plgpu.barrier_wait(k_filled.at[slot_of(j)])
         return pl.run_scoped(product, plgpu.ACC((ROWS, ROWS), f32))
 
       def gather(sums, weights, j):
@@ -240,18 +258,18 @@ def forward(
         plgpu.commit_smem()
         sums[...] = sums[...] + pl.run_scoped(product, accumulator)
 
-      def far_tile(m, carry, sums):
-        normaliser, decay = carry
-        decay_of_next = 1 * keys_ref.decay[b, kv, m + 1]  # times 1: to shard_map what was loaded varies over its axes
+      def decayed(decay, normaliser, sums):
         sums[...] = sums[...] * decay
-        normaliser = normaliser * decay
+        return normaliser * decay
+
+      def far_tile(m, normaliser, sums):
         for block in range(IN_TILE):
           j = place.start + (m - first) * IN_TILE + block
+          wait_for_keys(j)
           if folding:
             s = scores(j)
-          else:  # discounts, which come with values, are on their way before the product is
-            plgpu.barrier_wait(v_filled.at[slot_of(j)])
-            fold = plgpu.load(fold_smem.at[slot_of(j)], layout=WGMMA.reduce(0), optimized=False)
+          else:  # discounts are on their way before the product is
+            fold = plgpu.load(fold_smem.at[discounts_of(j)], layout=WGMMA.reduce(0), optimized=False)
             s = scores(j)
             s = s * across(fold, s.shape)
           free(k_freed, j)
@@ -260,17 +278,36 @@ def forward(
           weights = even_power(s, power)
           # The barrier: ptxas is short of registers if sums wait for products to be under way.
           normaliser, weights = lax.optimization_barrier((normaliser + by_eights(weights), weights.astype(v.dtype)))
-          if folding:
-            plgpu.barrier_wait(v_filled.at[slot_of(j)])
+          wait_for_values(j)
           gather(sums, weights, j)
           if value_dim < ROWS:  # or ptxas would overlap more than it has registers for
             plgpu.wgmma_wait(0)
         plgpu.wgmma_wait(0)
         free(v_freed, j)
-        return normaliser, decay_of_next
+        return normaliser
+
+      def far_tiles(normaliser, sums):
+        """Discounted to the start of its own tile."""
+        if folding:  # each to its own end, and from there on with all that came before
+
+          def next_tile(i, carry):
+            normaliser, decay = carry
+            decay_of_next = 1 * keys_ref.decay[b, kv, first + i + 1]  # times 1: loads vary over shard_map's axes
+            return far_tile(first + i, decayed(decay, normaliser, sums), sums), decay_of_next
+
+          normaliser, _ = lax.fori_loop(0, tile - first, next_tile, (normaliser, f32(1)))
+          return normaliser
+        normaliser = lax.fori_loop(0, place.tile - first, lambda i, x: far_tile(first + i, x, sums), normaliser)
+
+        def other_tile(m, normaliser):
+          """The first of the place's own, to the second."""
+          return far_tile(m, decayed(keys_ref.decay[b, kv, m], normaliser, sums), sums)
+
+        return lax.fori_loop(place.tile, tile, other_tile, normaliser) if pairs > 1 else normaliser
 
       def near_block(block, normaliser, sums, masked):
         j, first_key = near + block, (place.room * pairs + pair) * TILE + block * ROWS
+        wait_for_keys(j)
         s = scores(j)
         pull = plgpu.load(pull_smem.at[pl.ds(first_key, ROWS)], layout=WGMMA.reduce(0), optimized=False)
         exponent = down(gate, s.shape) - across(pull, s.shape)
@@ -279,7 +316,7 @@ def forward(
           seen = index(s.shape, 1, token) <= index(s.shape, 0, token)
           exponent = jnp.where(seen, exponent, -jnp.inf)
         weights = rounded(even_power(s, power) * jnp.exp2(exponent), v.dtype)
-        plgpu.barrier_wait(v_filled.at[slot_of(j)])
+        wait_for_values(j)
         gather(sums, weights, j)
         # Of the rounded weights, so that a row of one key gives that key's value exactly.
         normaliser = normaliser + by_eights(weights.astype(f32))
@@ -292,8 +329,7 @@ def forward(
         if staging:
           sums[...] = jnp.zeros(sums.shape, f32)
         normaliser = plgpu.layout_cast(jnp.zeros((ROWS, 8), f32), WGMMA)
-        carry = normaliser, f32(1)  # of nothing so far
-        normaliser, _ = lax.fori_loop(0, tile - first, lambda i, carry: far_tile(first + i, carry, sums), carry)
+        normaliser = far_tiles(normaliser, sums)
         if again:
           pass_by(place.start + (tile - first) * IN_TILE, near)
         since_start = jnp.exp2(gate)
@@ -367,7 +403,7 @@ def forward(
     def _():
       plgpu.set_max_registers(REGISTERS[computing], action="increase")
       count, _ = for_each_place(compute)
-      leave(lax.rem(count - 1, jnp.int32(rooms)))
+      leave(place_in_ring(count - 1, rooms))
 
     def load_queries(place):
       b, head, kv = place.b, place.head, place.kv
@@ -387,26 +423,64 @@ def forward(
             if not wide:
               plgpu.copy_gmem_to_smem(carried_refs.numerator.at[b, rows, head], carried_smem.at[w], carried_filled)
 
-    def load_keys(place, start, stop, source, first_tile):
-      b, kv = place.b, place.kv
+    def load_block(place, j, source, block):
+      b, kv, slot, rows = place.b, place.kv, slot_of(j), pl.ds(block * ROWS, ROWS)
+      wait_if(j >= slots, k_freed.at[slot])
+      plgpu.copy_gmem_to_smem(source.at[b, rows, kv], k_smem.at[slot], (k_filled if folding else v_filled).at[slot])
+      wait_if(j >= slots, v_freed.at[slot])
+      plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv], v_smem.at[slot], v_filled.at[slot])
 
-      def load_block(j, none):
-        slot, rows = slot_of(j), pl.ds((first_tile * IN_TILE + j - start) * ROWS, ROWS)
-        wait_if(j >= slots, k_freed.at[slot])
-        plgpu.copy_gmem_to_smem(source.at[b, rows, kv], k_smem.at[slot], k_filled.at[slot])
-        wait_if(j >= slots, v_freed.at[slot])
-        plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv], v_smem.at[slot], v_filled.at[slot])
-        if not folding:
-          plgpu.copy_gmem_to_smem(keys_ref.fold.at[b, kv, rows], fold_smem.at[slot], v_filled.at[slot])
+    def load_keys(place, start, stop, source, first_tile):
+      def load(j, none):
+        load_block(place, j, source, first_tile * IN_TILE + j - start)
         return none
 
-      lax.fori_loop(start, stop, load_block, None)
+      lax.fori_loop(start, stop, load, None)
+
+    def load_keys_and_discounts(place):
+      """Discounts until the place begins; of its own tiles each until its own end."""
+      b, kv = place.b, place.kv
+
+      def total(tile):
+        return [keys_ref.total[piece, b, kv, tile] for piece in range(2)]
+
+      def load_batch(n, none):
+        start = place.start + n * _BATCH * IN_TILE
+        found = []  # from afar, while the first block's slot is waited for
+        for i in range(_BATCH):
+          tile = jnp.minimum(place.first + n * _BATCH + i, place.tile + pairs - 1)
+          fold = keys_ref.fold.at[b, kv, pl.ds(tile * TILE, TILE)]
+          found.append((plgpu.load(fold, layout=_BY_THREAD, optimized=False), *total(tile)))
+        load_plain(start)
+        for i, (fold, high, low) in enumerate(found):
+          since = (begin[0] - high) + (begin[1] - low)
+          here = fold_smem.at[discounts_of(start + i * IN_TILE, TILE)]
+          here[...] = fold * jnp.exp2(jnp.minimum(since, 0.0) * (LOG2E / power))
+        plgpu.barrier_arrive(v_filled.at[slot_of(start)])
+
+        def load(j, none):
+          load_plain(j)
+          plgpu.barrier_arrive(v_filled.at[slot_of(j)])
+          return none
+
+        return lax.fori_loop(start + 1, jnp.minimum(start + _BATCH * IN_TILE, place.stop), load, none)
+
+      def load_plain(j):
+        load_block(place, j, keys_ref.plain, place.first * IN_TILE + j - place.start)
+
+      begin = total(jnp.maximum(place.tile - 1, 0))
+      lax.fori_loop(
+        0, lax.div(place.stop - place.start + _BATCH * IN_TILE - 1, jnp.int32(_BATCH * IN_TILE)), load_batch, None
+      )
 
     def load(turn, place):
       wait_if(turn >= rooms, q_freed.at[place.room])
       load_queries(place)
-      load_keys(place, place.start, place.plain, keys_ref.folded if folding else keys_ref.plain, place.first)
-      load_keys(place, place.plain, place.stop, keys_ref.plain, place.tile)
+      if folding:
+        load_keys(place, place.start, place.plain, keys_ref.folded, place.first)
+        load_keys(place, place.plain, place.stop, keys_ref.plain, place.tile)
+      else:
+        load_keys_and_discounts(place)
 
     @pl.when(thread == computing)
     def _():
@@ -439,7 +513,7 @@ def forward(
   scratch = [
     plgpu.RefUnion(q_memory, y_memory) if in_place else (q_memory, y_memory),
     shared((slots, ROWS, head_dim), q.dtype),
-    unused if folding else plgpu.SMEM((slots, ROWS), f32),
+    unused if folding else plgpu.SMEM((2 * _BATCH * TILE,), f32),
     shared((slots, ROWS, value_dim), v.dtype),
     shared((computing, ROWS, value_dim), jnp.bfloat16) if save_low else unused,
     plgpu.SMEM((computing, ROWS), f32),
@@ -452,7 +526,7 @@ def forward(
     plgpu.Barrier(num_arrivals=computing if wide else 2 * computing),
     plgpu.Barrier(num_barriers=slots),
     freed,
-    plgpu.Barrier(num_arrivals=1 if folding else 2, num_barriers=slots),
+    plgpu.Barrier(num_arrivals=1 if folding else 3, num_barriers=slots),
     freed,
     *staging,
   ]

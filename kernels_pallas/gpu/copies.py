@@ -29,6 +29,7 @@ from kernels_pallas.gpu.tiles import (
   TokenTile,
   columns,
   down,
+  place_in_ring,
   power_of_two,
   shared,
   tiles_of_a_block,
@@ -94,7 +95,7 @@ def copies(
     many = jnp.int32(several) if only is None else several * given.only[first.b, first.head]
 
     def fetch(n):
-      slot = lax.rem(n, jnp.int32(slots))
+      slot = place_in_ring(n, slots)
       for part in range(parts):
         plgpu.copy_gmem_to_smem(first.later(n).part(x_ref, part), all_of_x.at[slot, part], filled.at[slot])
 
@@ -113,7 +114,7 @@ def copies(
 
   def copy_tile(given, outputs, scratch, first, n):
     all_of_x, quarter_turn_smem, *out_smem, filled, quarter_turn_filled = scratch
-    slot, tile = lax.rem(n, jnp.int32(slots)), first.later(n)
+    slot, tile = place_in_ring(n, slots), first.later(n)
     x_smem, b, head, at = all_of_x.at[slot], tile.b, tile.head, tile.rows
     # While x is on its way.
     factors = [None if ref is None else tile.by_token(ref.at[b, head]) for ref in given.factors]

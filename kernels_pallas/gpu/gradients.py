@@ -30,6 +30,7 @@ from kernels_pallas.gpu.tiles import (
   across,
   by_coordinate,
   down,
+  place_in_ring,
   rounded,
   shared,
   tiles_of_a_block,
@@ -92,7 +93,7 @@ def gradients(
     first = TokenTile.of_block(tiles, heads, group, several)
 
     def fetch(n):
-      slot, tile = lax.rem(n, jnp.int32(slots)), first.later(n)
+      slot, tile = place_in_ring(n, slots), first.later(n)
 
       def fetch_one(ref, smem):
         for part in range(parts):
@@ -107,7 +108,7 @@ def gradients(
         pl.when(~stateful)(functools.partial(fetch_one, by_pairs.dx, dx_smem))
 
     def take(n, none):
-      slot, tile = lax.rem(n, jnp.int32(slots)), first.later(n)
+      slot, tile = place_in_ring(n, slots), first.later(n)
       b, head = tile.b, tile.head
       # While the vectors are on their way.
       factors = tile.by_token(factor_ref.at[b, head])

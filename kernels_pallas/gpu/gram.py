@@ -24,6 +24,7 @@ from kernels_pallas.gpu.tiles import (
   STATE_WIDTH,
   WGMMA,
   across,
+  place_in_ring,
   rounded,
   shared,
   unless_stateless,
@@ -87,7 +88,7 @@ def gram(
 
       def add(sums):
         def visit(n, none):
-          slot = lax.rem(n, jnp.int32(_SLOTS))
+          slot = place_in_ring(n, _SLOTS)
           plgpu.barrier_wait(filled.at[slot])
           for left in lefts(slot):
             if staging:  # the interpreter's wgmma takes no operand from registers
@@ -112,7 +113,7 @@ def gram(
     @pl.when(thread == 1)
     def load():
       def copy(n, none):
-        slot = lax.rem(n, jnp.int32(_SLOTS))
+        slot = place_in_ring(n, _SLOTS)
         source = head * group + lax.div(n, jnp.int32(blocks))
         at = pl.ds((c * blocks + lax.rem(n, jnp.int32(blocks))) * ROWS, ROWS)
         wait_if(n >= _SLOTS, freed.at[slot])

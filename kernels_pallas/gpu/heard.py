@@ -17,7 +17,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16, Int
 
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, by_eights, down, index, shared, square, varying_as
+from kernels_pallas.gpu.tiles import (
+  ROWS,
+  WGMMA,
+  across,
+  by_eights,
+  down,
+  index,
+  place_in_ring,
+  shared,
+  square,
+  varying_as,
+)
 
 _SLOTS = 4  # of keys on their way
 
@@ -58,12 +69,12 @@ def heard(
     rows = pl.ds(start, ROWS)
 
     def fetch(n):
-      slot = lax.rem(n, jnp.int32(_SLOTS))
+      slot = place_in_ring(n, _SLOTS)
       source = k_ref.at[b, pl.ds(first + n * ROWS, ROWS), kv]
       plgpu.copy_gmem_to_smem(source, k_smem.at[slot], k_filled.at[slot])
 
     def gather(n, so_far):
-      slot, keys = lax.rem(n, jnp.int32(_SLOTS)), pl.ds(first + n * ROWS, ROWS)
+      slot, keys = place_in_ring(n, _SLOTS), pl.ds(first + n * ROWS, ROWS)
       numbers = (ref.at[b, kv, keys] for ref in (scale_ref, gate_ref))
       scale, pull = (plgpu.load(ref, layout=WGMMA.reduce(0), optimized=False) for ref in numbers)
 

@@ -29,6 +29,7 @@ from kernels_pallas.gpu.tiles import (
   down,
   index,
   multiprocessors,
+  place_in_ring,
   rounded,
   shared,
   varying_as,
@@ -98,11 +99,11 @@ def _run(x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"] | None, inte
       return b, pl.ds(part * ROWS, ROWS), head
 
     def fetch(n):
-      slot = lax.rem(n, jnp.int32(slots))
+      slot = place_in_ring(n, slots)
       plgpu.copy_gmem_to_smem(vectors_ref.at[place(n)], smem.at[slot], filled.at[reader * slots + slot])
 
     def find(n, none):
-      slot, (b, at, head) = lax.rem(n, jnp.int32(slots)), place(n)
+      slot, (b, at, head) = place_in_ring(n, slots), place(n)
       plgpu.barrier_wait(filled.at[reader * slots + slot])
       vector = plgpu.load(smem.at[slot], layout=WGMMA, optimized=False).astype(f32)
       plgpu.commit_smem()  # all have read it

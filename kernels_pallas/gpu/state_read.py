@@ -42,6 +42,7 @@ from kernels_pallas.gpu.tiles import (
   across,
   down,
   multiply,
+  place_in_ring,
   shared,
   unless_stateless,
   varying_as,
@@ -321,7 +322,7 @@ def _read(
 
       def gather(sums):
         def visit(n, none, *, kind):
-          slot = lax.rem(n, jnp.int32(_SLOTS))
+          slot = place_in_ring(n, _SLOTS)
           plgpu.barrier_wait(filled.at[slot])
           products = [(a, quarter, part) for a, quarter, some in visited(n, kind) for part in some]
           for m, (a, quarter, part) in enumerate(products):
@@ -376,7 +377,7 @@ def _read(
           fetch(options.Z.at[b, source, c, n // parts, coordinates(i), at], s_smem.at[0, m], filled.at[0])
 
       def copy(n, none, *, kind):
-        slot = lax.rem(n, jnp.int32(_SLOTS))
+        slot = place_in_ring(n, _SLOTS)
         wait_if(n >= _SLOTS, freed.at[slot])
         m = 0
         for a, _, some in visited(n, kind):

@@ -31,6 +31,7 @@ from kernels_pallas.gpu.tiles import (
   down,
   fastest,
   multiply,
+  place_in_ring,
   shared,
   unless_stateless,
   varying_as,
@@ -163,7 +164,7 @@ def write(
         def add(*sums):
           def visit(n, none):
             visited = i * visits + n
-            slot = lax.rem(visited, jnp.int32(slots))
+            slot = place_in_ring(visited, slots)
             plgpu.barrier_wait(filled.at[slot])
             values = plgpu.load(v_smem.at[slot].transpose((1, 0)), layout=WGMMA)
             if centre is not None:
@@ -197,7 +198,7 @@ def write(
       plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
 
       def copy(visited, none):
-        slot = lax.rem(visited, jnp.int32(slots))
+        slot = place_in_ring(visited, slots)
         c, n = chunk_of(lax.div(visited, jnp.int32(visits))), lax.rem(visited, jnp.int32(visits))
         source = head * group + lax.div(n, jnp.int32(blocks))
         at = pl.ds((c * blocks + lax.rem(n, jnp.int32(blocks))) * ROWS, ROWS)

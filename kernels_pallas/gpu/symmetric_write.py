@@ -42,6 +42,7 @@ from kernels_pallas.gpu.tiles import (
   down,
   fastest,
   multiply,
+  place_in_ring,
   shared,
   unless_stateless,
   varying_as,
@@ -163,7 +164,7 @@ def write(
 
         def add(*sums):
           def visit(n, none):
-            slot = lax.rem(c * visits + n, jnp.int32(_SLOTS))
+            slot = place_in_ring(c * visits + n, _SLOTS)
             plgpu.barrier_wait(filled.at[slot])
             for part in range(_VISIT // ROWS):
               some = pl.ds(part * ROWS, ROWS)
@@ -199,7 +200,7 @@ def write(
       first = _first(kind, share - start, owned)
 
       def copy(visited, none):
-        slot, at = lax.rem(visited, jnp.int32(_SLOTS)), pl.ds(visited * _VISIT, _VISIT)
+        slot, at = place_in_ring(visited, _SLOTS), pl.ds(visited * _VISIT, _VISIT)
         fetch = functools.partial(plgpu.copy_gmem_to_smem, barrier=filled.at[slot])
         wait_if(visited >= _SLOTS, freed.at[slot])
         for n, (rows, a, window) in enumerate(zip(kind.rows, kind.firsts, kind.windows, strict=True)):

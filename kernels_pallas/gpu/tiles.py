@@ -14,6 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -213,12 +214,17 @@ def multiply(sums: Any, left: Array, right: Any, staging: Any) -> None:
   plgpu.wgmma_wait(0)
 
 
+def place_in_ring(visit: Int[Array, ""], slots: int) -> Int[Array, ""]:
+  """The slot of a visit: of a power of two of them that is one instruction, where a remainder minds the sign."""
+  return visit & (slots - 1) if slots & (slots - 1) == 0 else lax.rem(visit, jnp.int32(slots))
+
+
 def wait_for_all(freed: Any, visits: int | Int[Array, ""]) -> None:
   """Waits for the last readers of a ring's slots: no arrival is left unseen."""
   slots = freed.shape[0]
 
   def wait(visited: Int[Array, ""], none: None) -> None:
-    plgpu.barrier_wait(freed.at[lax.rem(visited, jnp.int32(slots))])
+    plgpu.barrier_wait(freed.at[place_in_ring(visited, slots)])
     return none
 
   lax.fori_loop(jnp.maximum(0, visits - slots), jnp.int32(visits), wait, None)
@@ -227,6 +233,16 @@ def wait_for_all(freed: Any, visits: int | Int[Array, ""]) -> None:
 def unless_stateless(many: int, has_state: Any, b: Int[Array, ""], head: Int[Array, ""]) -> Int[Array, ""]:
   """So many, or none in a head that has no state: `has_state` is 1 or 0 for each. Without it all have one."""
   return jnp.int32(many) if has_state is None else many * has_state[b, head]
+
+
+def wait_for_warps() -> None:
+  """Waits for the other warps of this warpgroup, in a kernel that has no such barriers but its own."""
+
+  @plgpu.inline_mgpu()
+  def barrier(_: Any) -> None:
+    mgpu.utils.warpgroup_barrier()
+
+  barrier()
 
 
 def wait_if(condition: Bool[Array, ""], barrier: Any) -> None:
