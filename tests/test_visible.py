@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -15,7 +16,7 @@ from csympow.forms.spans import Settings
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import attention_forward
 from kernels_pallas.gpu.bounds import bounds
-from kernels_pallas.gpu.reach import Totals, reach
+from kernels_pallas.gpu.reach import reach
 from kernels_pallas.gpu.tiles import ROWS, TILE
 from tests import comparing
 from tests.comparing import Case
@@ -70,16 +71,19 @@ ANYWHERE = [INTERPRETED, pytest.param(None, marks=pytest.mark.gpu)]
     (1, 1, ROWS + 12, 32, 2, 1.5, 0.1),
   ],
 )
-def test_a_tile_reaches_as_far_as_the_bounds_say(heads, groups, tiles, d, power, rate, left_out, interpret, request):
+def test_a_tile_reaches_as_far_as_the_bounds_say(
+  heads, groups, tiles, d, power, rate, left_out, interpret, request, monkeypatch
+):
   if interpret is not None:
     request.getfixturevalue("no_races")
+  # As many tiles to a block as where there are many.
+  monkeypatch.setattr("kernels_pallas.gpu.bounds.tiles_of_a_block", lambda rows, tiles, width: math.gcd(tiles, 3))
   q, k, v, end = make(0, heads, groups, tiles, d, rate)
   k = k.at[:, : ROWS * TILE].multiply(1 if tiles < ROWS else 4)  # so that what comes from them is heard long after
   end -= 1e7  # of which a float32 would keep nothing behind the point
   decay = np.exp(np.diff(end, axis=-1, prepend=-1e7))
-  padding = ((0, 0),) * 3 + ((0, -tiles % ROWS),)
   before = np.concatenate([np.full_like(end[..., :1], -1e7), end[..., :-1]], axis=-1)
-  totals = Totals(*(jnp.pad(jnp.stack(halves(total)), padding, mode="edge") for total in (before, end)))
+  totals = visible.in_whole_rows(*(Total(*map(jnp.asarray, halves(total))) for total in (before, end)))
   fades = jnp.ones((1, heads), jnp.int32)
   found = bounds(q, k, v, jnp.asarray(decay, jnp.float32), fades, power=power, interpret=interpret)
   first = reach(found, totals, fades, tiles, left_out=left_out, interpret=interpret)

@@ -17,7 +17,7 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 
 from csympow.forms.rotating import Rotation, angles, padded, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head, for_each
-from csympow.forms.visible import Tiles, Visible, all_alike, visible, without_states
+from csympow.forms.visible import Tiles, Visible, all_alike, in_whole_rows, visible, without_states
 from csympow.prefix import Total, TotalsKernel
 from kernels_pallas.gpu import attention_backward, attention_forward, gradients, running
 from kernels_pallas.gpu.copies import Copy, copies
@@ -146,14 +146,16 @@ def operands(x: Tokens, settings: Settings, *, with_state: bool, save: bool) -> 
 def _as_given(x: Tokens, G: Total, largest: Float[Array, "B T H"], settings: Settings) -> Operands:
   """Of bfloat16 queries and keys that are not copied; the forward pass finds the queries' exponents."""
   batch, time, heads, head_dim = x.k.shape
-  top, gates = jnp.minimum(_longest(_exponent(largest), 0), _MOST_AS_GIVEN), _gates(G)
-  fold, unit = jnp.exp2(gates.until_end / settings.power), jnp.exp2(-top.astype(jnp.float32))
+  gates, exponents = _gates(G), _exponent(largest)
+  # As `_longest` has it but for keys that are all 0, and so that nothing is left to do after the reduction.
+  top = jnp.max(jnp.where(exponents > _LARGEST, LEAST, jnp.minimum(exponents, _MOST_AS_GIVEN)), axis=1)
+  fold = jnp.exp2(gates.until_end / settings.power)
   q = x.q.reshape(batch, time, -1, head_dim)
 
   def vectors(fades: Int[Array, "B H"]) -> tuple[Float16[Array, "B T Hq d"], Float16[Array, "B T H d"]]:
     of_queries = jnp.repeat(fades, q.shape[2] // heads, axis=1)
     scaled, _ = copies(q, [Copy(jnp.float16)], room=0, only=of_queries, interpret=settings.interpret)
-    of_k = [Copy(jnp.float16, fold * unit[..., None])]
+    of_k = [Copy(jnp.float16, fold * power_of_two(-top))]
     (folded,) = copies(x.k, of_k, only=fades, interpret=settings.interpret)
     return scaled, folded
 
@@ -161,15 +163,15 @@ def _as_given(x: Tokens, G: Total, largest: Float[Array, "B T H"], settings: Set
   keys = _keys(None, x.k, fold, gates, jnp.zeros_like(gates.since_start), seen)
   unknown = jnp.zeros(x.q.shape[:-1], jnp.int32)
   exponent = jnp.zeros(x.k.shape[:-1], jnp.int32)
-  return Operands(q, keys._replace(unit=unit), seen.last, x.v, unknown, exponent, top)
+  return Operands(q, keys._replace(top=top), seen.last, x.v, unknown, exponent, top)
 
 
 def _keys(
   folded: Array | None, plain: Array, fold: Array, gates: _Gates, log_scale: Array, seen: Visible
 ) -> attention_forward.Keys:
   pull = gates.since_start - log_scale
-  total = jnp.stack(gates.end)
-  return attention_forward.Keys(folded, plain, fold, gates.since_start, pull, gates.decay, seen.first, total)
+  totals = in_whole_rows(gates.before, gates.end)
+  return attention_forward.Keys(folded, plain, fold, gates.since_start, pull, gates.decay, seen.first, totals)
 
 
 def operands_and_copies(
@@ -230,7 +232,8 @@ def operands_and_copies(
 
 def read_without_states(x: Operands, heads: Bool[Array, "B H"]) -> Operands:
   """For some heads whose queries are to read all keys instead."""
-  seen = without_states(Visible(x.keys.first, x.last, x.has_state), Total(*x.keys.total), heads)
+  end = Total(*x.keys.totals[2:, ..., : x.last.shape[2]])
+  seen = without_states(Visible(x.keys.first, x.last, x.has_state), end, heads)
   return x._replace(keys=x.keys._replace(first=seen.first), last=seen.last, has_state=seen.has_state)
 
 
@@ -306,7 +309,7 @@ def backward(
   """
   group = x.q_exponent.shape[-1]
   gate = jnp.repeat(x.keys.gate, group, axis=1)
-  if rounded_q is None and x.keys.unit is None:
+  if rounded_q is None and x.keys.top is None:
     rounded_q = rounded(x.q, BFLOAT16).astype(jnp.bfloat16)
   rows = attention_backward.Rows(
     q=x.q,
@@ -398,7 +401,8 @@ def finished(
     return jnp.sum(jnp.moveaxis(x, 1, 2).reshape(batch, time, heads, -1), axis=-1)
 
   dq, dk = dx.q, dx.k
-  found_q = back(x.q, dq, x.q_exponent, dtypes[0], without_state[0], x.keys.unit)
+  unit = None if x.keys.top is None else power_of_two(-x.keys.top)[..., 0]
+  found_q = back(x.q, dq, x.q_exponent, dtypes[0], without_state[0], unit)
   if dx.pulled is None:
     found_k = back(x.keys.plain, dk, x.exponent, dtypes[1], without_state[1])
   else:  # the kernel has finished it

@@ -23,7 +23,7 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 from csympow.forms.spans import Settings, for_each
 from csympow.prefix import Total
 from kernels_pallas.gpu.bounds import bounds
-from kernels_pallas.gpu.reach import Totals, reach
+from kernels_pallas.gpu.reach import reach
 from kernels_pallas.gpu.tiles import ROWS, TILE
 from kernels_pallas.weights import INVISIBLE, LOG2E
 
@@ -81,6 +81,12 @@ def without_states(x: Visible, end: Total, heads: Bool[Array, "B H"]) -> Visible
   return Visible(first, _latest(first, first.shape[2]), (had_state & ~heads).astype(jnp.int32))
 
 
+def in_whole_rows(before: Total, end: Total) -> Float[Array, "4 B H whole"]:
+  """Totals before tiles and at their ends, high and low each, as the kernels read them: in whole ROWS of tiles."""
+  both = jnp.stack((*before, *end))
+  return jnp.pad(both, ((0, 0),) * 3 + ((0, -both.shape[3] % ROWS),))
+
+
 def all_alike(time: int) -> bool:
   """Whether heads of so short a sequence are all read as far back, but for documents."""
   return time < LONG
@@ -97,17 +103,18 @@ def tiles_of_a_state(head_dim: int, value_dim: int) -> int:
 def _fades(x: Tiles, tiles: int) -> Bool[Array, "B H"]:
   """Whether gates leave LEFT_OUT or less of what is so many tiles away, mostly."""
   kept = for_each(lambda total: total[..., tiles:], x.before) - for_each(lambda total: total[..., :-tiles], x.end)
-  fades = lax.optimization_barrier(kept < math.log(LEFT_OUT))  # or a block of threads would look up all of a head's
+  fades = kept < math.log(LEFT_OUT)
+  if fades.shape[-1] > 1:  # or a block of threads would look up all of a head's
+    fades = lax.optimization_barrier(fades)
   return jnp.mean(fades.astype(jnp.float32), axis=-1) > 0.5
 
 
 def _earliest(x: Tiles, fades: Bool[Array, "B H"], settings: Settings) -> Int[Array, "B H n"]:
   """The earliest tile of all that each reads, of heads that fade; of others the first."""
   batch, heads, tiles = x.decay.shape
-  padding, flags = ((0, 0),) * 3 + ((0, -tiles % ROWS),), fades.astype(jnp.int32)
-  totals = Totals(*(jnp.pad(jnp.stack(total), padding, mode="edge") for total in (x.before, x.end)))
+  flags = fades.astype(jnp.int32)
   found = bounds(*x.vectors(flags), x.v, x.decay, flags, power=settings.power, interpret=settings.interpret)
-  far = reach(found, totals, flags, tiles, left_out=LEFT_OUT, interpret=settings.interpret)
+  far = reach(found, in_whole_rows(x.before, x.end), flags, tiles, left_out=LEFT_OUT, interpret=settings.interpret)
   # The two tiles of a block of the grid alike.
   pairs = far.reshape(batch, heads, -1, 2)
   return jnp.minimum(pairs, pairs[..., ::-1]).reshape(x.decay.shape)

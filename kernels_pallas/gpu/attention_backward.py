@@ -63,8 +63,8 @@ class Rows(NamedTuple):
 class Gradients(NamedTuple):
   """Cotangents, but for the factor p of dq and dk.
 
-  If keys came as they were given dk is finished, p times as much and in their dtype; and dq is times their unit, so
-  that it is of one size whatever theirs is.
+  If keys came as they were given dk is finished, p times as much and in their dtype; and dq is over 2 to their `top`,
+  so that it is of one size whatever theirs is.
   """
 
   q: Float[Array, "B T Hq d"]
@@ -119,7 +119,7 @@ def _backward(
   k_wide, v_wide = min(head_dim, 64), min(value_dim, 64)
   wide = head_dim + value_dim > 128
   slots = 2 if wide else 4  # of queries, by units
-  as_given = keys.unit is not None  # keys, and queries but for a scale
+  as_given = keys.top is not None  # keys, and queries but for a scale
   folding = keys.folded is not None
   folded = 0 if wide or not folding else 1  # the place of folded keys: that of plain ones, or the next
   ours = [pl.ds(min(part * 64, all_of - some), some) for all_of, some in ((head_dim, k_wide), (value_dim, v_wide))]
@@ -238,8 +238,8 @@ def _backward(
       fold = plgpu.load(keys_ref.fold.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
       if not folding:  # then it is not keys that are discounted, but the p-th powers of their scores
         fold = raised(fold, power)
-      of_keys = keys_ref.unit[b, kv] if as_given else None
-      end = [keys_ref.total[piece, b, kv, n] for piece in range(2)]
+      of_keys = jnp.exp2(-keys_ref.top[b, kv].astype(f32)) if as_given else None
+      end = [keys_ref.totals[2 + piece, b, kv, n] for piece in range(2)]
       plgpu.barrier_wait(k_filled)
       if not as_given:
         mine = plgpu.load(k_smem.at[0, thread, :, ours[0]], layout=WGMMA, optimized=False)
@@ -251,7 +251,7 @@ def _backward(
         return jnp.exp2(jnp.where(seen, across(exponent, shape) - down(pull, shape), -jnp.inf)), None
 
       def far_fetch(m):
-        return [keys_ref.total[piece, b, kv, m - 1] for piece in range(2)]
+        return [keys_ref.totals[piece, b, kv, m] for piece in range(2)]
 
       def far_weigh(before, discounted, unit, shape):
         discount = jnp.exp2(((before[0] - end[0]) + (before[1] - end[1])) * LOG2E)

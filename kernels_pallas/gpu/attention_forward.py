@@ -69,8 +69,8 @@ class Keys(NamedTuple):
   pull: Float[Array, "B H T"]  # of a key: the same, less the logarithm of its scale
   decay: Float[Array, "B H tiles"]  # the discount across each tile
   first: Int[Array, "B H tiles"]  # the earliest tile that is read: by a block of the grid, its first tile's
-  total: Float[Array, "2 B H tiles"]  # of the log gates at each tile's end, high and low
-  unit: Float[Array, "B H"] | None = None  # queries come as they were given, and are multiplied by this once scaled
+  totals: Float[Array, "4 B H n"]  # of the log gates before each tile and at its end, high and low each
+  top: Int[Array, "B H"] | None = None  # queries come as they were given: once scaled they are divided by 2 to this
 
 
 class Carried(NamedTuple):
@@ -89,7 +89,7 @@ class Outputs(NamedTuple):
   low: Float[Array, "B T Hq dv"] | None  # what rounding `high` lost
   normaliser: Float[Array, "B Hq T"]
   scaled: BFloat16[Array, "B T Hq d"] | None = None  # queries that were scaled here, for the backward pass
-  exponent: Int[Array, "B Hq T"] | None = None  # they were divided by 2 to this, besides being multiplied by a unit
+  exponent: Int[Array, "B Hq T"] | None = None  # they were divided by 2 to this, besides the keys' `top`
 
 
 class _Place(NamedTuple):
@@ -109,7 +109,7 @@ class _Place(NamedTuple):
   start: Int[Array, ""]  # blocks of keys: the first of all, the first of the queries' own, and the end
   plain: Int[Array, ""]
   stop: Int[Array, ""]
-  unit: Float[Array, ""] | None
+  top: Int[Array, ""] | None
 
   @property
   def token(self) -> Int[Array, ""]:
@@ -144,7 +144,7 @@ def forward(
   f32 = jnp.float32
   folding = keys.folded is not None
   unread: Any = None
-  keys = keys._replace(fold=unread, total=unread) if folding else keys
+  keys = keys._replace(fold=unread, totals=unread) if folding else keys
   narrow, of_rows = jnp.dtype(dtype).itemsize == 2, batch * query_heads
   turns = Turns(of_rows, tiles, blocks=of_rows * tiles)
   if not folding and carried is None and narrow:  # there is room for two places' queries, and outputs
@@ -166,17 +166,17 @@ def forward(
       row, n = turns.place(item, turn)
       b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
       kv, tile = lax.div(head, jnp.int32(group)), n * pairs
-      return b, head, kv, tile, keys_ref.first[b, kv, tile], None if keys.unit is None else keys_ref.unit[b, kv]
+      return b, head, kv, tile, keys_ref.first[b, kv, tile], None if keys.top is None else keys_ref.top[b, kv]
 
     def for_each_place(visit):
       """Visits this block's places by turns; returns how many there were, and how many blocks of keys they had."""
 
       def take(turn, so_far):
-        start, (b, head, kv, tile, first, unit) = so_far
+        start, (b, head, kv, tile, first, top) = so_far
         of_next = look_up(jnp.minimum(turn + 1, count - 1))  # on its way from now on, if anyone asks for it
         plain = start + (tile - first + again) * IN_TILE
         stop, room = plain + pairs * IN_TILE, place_in_ring(turn, rooms)
-        visit(turn, _Place(room, b, head, kv, tile, first, start, plain, stop, unit))
+        visit(turn, _Place(room, b, head, kv, tile, first, start, plain, stop, top))
         return stop, of_next
 
       count, so_far = turns.many(item), (jnp.int32(0), look_up(jnp.int32(0)))
@@ -203,14 +203,14 @@ def forward(
       rows, queries = pl.ds(token, ROWS), q_smem.at[mine]
       accumulator = plgpu.ACC((ROWS, value_dim), f32)
       plgpu.barrier_wait(q_filled.at[place.room])
-      if place.unit is not None:
+      if place.top is not None:
         exponent = scale_queries(place, queries)
 
       @pl.when(turn > 0)
       def _():
         leave(place_in_ring(turn - 1, rooms))
 
-      if place.unit is not None and outputs.scaled is not None:  # now, for which that would have waited, too
+      if place.top is not None and outputs.scaled is not None:  # now, for which that would have waited, too
         plgpu.copy_smem_to_gmem(queries, outputs.scaled.at[b, rows, head])
         outputs.exponent[b, head, rows] = exponent
 
@@ -392,10 +392,10 @@ def forward(
       plgpu.barrier_arrive(q_freed.at[room])
 
     def scale_queries(place, queries):
-      """Such that the largest coordinate of each is between 1/2 and 1, times the unit."""
+      """Such that the largest coordinate of each is between 1/2 and 1, over what the longest key comes to."""
       x = plgpu.load(queries, layout=WGMMA, optimized=False).astype(f32)
       scale, exponent = power_of_two(jnp.abs(x).max(axis=1), 0)
-      queries[...] = (x * down(scale, x.shape) * place.unit).astype(q.dtype)
+      queries[...] = (x * down(scale, x.shape) * jnp.exp2(-place.top.astype(f32))).astype(q.dtype)
       plgpu.commit_smem()
       return exponent
 
@@ -441,16 +441,14 @@ def forward(
       """Discounts until the place begins; of its own tiles each until its own end."""
       b, kv = place.b, place.kv
 
-      def total(tile):
-        return [keys_ref.total[piece, b, kv, tile] for piece in range(2)]
-
       def load_batch(n, none):
         start = place.start + n * _BATCH * IN_TILE
         found = []  # from afar, while the first block's slot is waited for
         for i in range(_BATCH):
           tile = jnp.minimum(place.first + n * _BATCH + i, place.tile + pairs - 1)
           fold = keys_ref.fold.at[b, kv, pl.ds(tile * TILE, TILE)]
-          found.append((plgpu.load(fold, layout=_BY_THREAD, optimized=False), *total(tile)))
+          end = [keys_ref.totals[2 + piece, b, kv, tile] for piece in range(2)]
+          found.append((plgpu.load(fold, layout=_BY_THREAD, optimized=False), *end))
         load_plain(start)
         for i, (fold, high, low) in enumerate(found):
           since = (begin[0] - high) + (begin[1] - low)
@@ -468,7 +466,7 @@ def forward(
       def load_plain(j):
         load_block(place, j, keys_ref.plain, place.first * IN_TILE + j - place.start)
 
-      begin = total(jnp.maximum(place.tile - 1, 0))
+      begin = [keys_ref.totals[piece, b, kv, place.tile] for piece in range(2)]
       lax.fori_loop(
         0, lax.div(place.stop - place.start + _BATCH * IN_TILE - 1, jnp.int32(_BATCH * IN_TILE)), load_batch, None
       )
@@ -493,7 +491,7 @@ def forward(
   of_q: Any = jax.ShapeDtypeStruct(q.shape, q.dtype)
   by_token: Any = jax.ShapeDtypeStruct((batch, time, query_heads, value_dim), dtype)
   by_head: Any = jax.ShapeDtypeStruct((batch, query_heads, time), f32)
-  scaling = keys.unit is not None and save_low
+  scaling = keys.top is not None and save_low
   outputs = Outputs(
     high=by_token,
     low=by_token.update(dtype=jnp.bfloat16) if save_low else None,

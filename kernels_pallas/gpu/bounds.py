@@ -26,7 +26,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float, Float16, Int
 
-from kernels_pallas.gpu.tiles import IN_TILE, ROWS, TILE, WGMMA, across, by_eights, shared, square, varying_as
+from kernels_pallas.gpu.tiles import (
+  IN_TILE,
+  ROWS,
+  TILE,
+  WGMMA,
+  across,
+  by_eights,
+  shared,
+  square,
+  tiles_of_a_block,
+  varying_as,
+)
 from kernels_pallas.weights import even_power, raised
 
 _KINDS = 2  # of sums: of weights, and of weights times values
@@ -57,16 +68,15 @@ def bounds(
   """Bounds of a sequence of whole tiles, in heads that fade (1, or 0)."""
   batch, time, query_heads, head_dim = q.shape
   heads, tiles, f32 = folded.shape[2], time // TILE, jnp.float32
+  several = tiles_of_a_block(batch * query_heads, tiles, head_dim)
 
   def kernel(q_ref, k_ref, decay_ref, sizes_ref, fades_ref, least_ref, most_ref, *scratch):
     q_smem, k_smem, sizes_smem, moments_smem, filled = scratch
     row, head = (f(lax.axis_index("block"), jnp.int32(query_heads)) for f in (lax.div, lax.rem))
-    b, n = (f(row, jnp.int32(tiles)) for f in (lax.div, lax.rem))
+    b, first = (f(row, jnp.int32(tiles // several)) for f in (lax.div, lax.rem))
     kv, of_group = (f(head, jnp.int32(query_heads // heads)) for f in (lax.div, lax.rem))
-    further, nearer = jnp.maximum(n - 2, 0), jnp.maximum(n - 1, 0)
-    owns_keys = (n > 0) & (of_group == 0)  # those of the nearer tile
 
-    def load():
+    def load(n, further, nearer):
       for part in range(IN_TILE):
         for ref, h, tile, target in (
           (q_ref, head, n, q_smem.at[part]),
@@ -164,9 +174,11 @@ def bounds(
         most = [jnp.minimum(most[0], bound), jnp.minimum(most[1], bound * largest_value)]
       return most
 
-    @pl.when(fades_ref[b, kv] > 0)
-    def _():
-      load()
+    def of_tile(i, none):
+      n = first * several + i
+      further, nearer = jnp.maximum(n - 2, 0), jnp.maximum(n - 1, 0)
+      owns_keys = (n > 0) & (of_group == 0)  # those of the nearer tile
+      load(n, further, nearer)
       kept = jnp.where(n > 1, decay_ref[b, kv, nearer], 0.0)  # of the further tile, if there is one
       plgpu.barrier_wait(filled)
       nothing_yet = (jnp.float32(jnp.inf),) * _KINDS
@@ -179,6 +191,11 @@ def bounds(
         for kind, most in enumerate(of_keys()):
           most_ref[kind, b, kv, nearer] = most
 
+      plgpu.commit_smem()  # what has been read: the next tile comes to the same place
+      return none
+
+    lax.fori_loop(0, several * fades_ref[b, kv], of_tile, None)
+
   whole = tiles + -tiles % ROWS
   found = plgpu.kernel(
     kernel,
@@ -190,7 +207,7 @@ def bounds(
       shared((head_dim // ROWS, ROWS, head_dim), q.dtype) if head_dim >= ROWS else plgpu.SMEM((1,), f32),
       plgpu.Barrier(num_arrivals=5 * IN_TILE),
     ],
-    grid=(batch * tiles * query_heads,),
+    grid=(batch * (tiles // several) * query_heads,),
     grid_names=("block",),
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
@@ -201,23 +218,26 @@ def bounds(
 
 def _sizes(v: BFloat16[Array, "B T H dv"], fades: Int[Array, "B H"], interpret: Any) -> Float[Array, "B H T"]:
   """The largest coordinate of each value, without its sign."""
-  batch, time, heads, _ = v.shape
+  batch, time, heads, value_dim = v.shape
+  tiles = time // TILE
+  several = tiles_of_a_block(batch * heads, tiles, value_dim)
 
   def kernel(v_ref, fades_ref, sizes_ref):
     row, head = (f(lax.axis_index("block"), jnp.int32(heads)) for f in (lax.div, lax.rem))
-    b, n = (f(row, jnp.int32(time // TILE)) for f in (lax.div, lax.rem))
+    b, n = (f(row, jnp.int32(tiles // several)) for f in (lax.div, lax.rem))
 
-    @pl.when(fades_ref[b, head] > 0)
-    def _():
-      for part in range(IN_TILE):
-        rows = pl.ds(n * TILE + part * ROWS, ROWS)
-        values = plgpu.load(v_ref.at[b, rows, head], layout=WGMMA, optimized=False)
-        sizes_ref[b, head, rows] = jnp.abs(values.astype(jnp.float32)).max(axis=1)
+    def of_part(part, none):
+      rows = pl.ds((n * several * IN_TILE + part) * ROWS, ROWS)
+      values = plgpu.load(v_ref.at[b, rows, head], layout=WGMMA, optimized=False)
+      sizes_ref[b, head, rows] = jnp.abs(values.astype(jnp.float32)).max(axis=1)
+      return none
+
+    lax.fori_loop(0, several * IN_TILE * fades_ref[b, head], of_part, None)
 
   found = plgpu.kernel(
     kernel,
     out_type=jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
-    grid=(batch * (time // TILE) * heads,),
+    grid=(batch * (tiles // several) * heads,),
     grid_names=("block",),
     interpret=interpret,
     kernel_name="sizes",

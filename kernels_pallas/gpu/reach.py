@@ -10,7 +10,7 @@ A block of the grid is one warpgroup with 64 tiles of queries of a head, which w
 over these are products with a triangle of ones, of bfloat16s.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -25,28 +25,24 @@ from kernels_pallas.gpu.tiles import ROWS, WGMMA, across, down, index, shared, v
 from kernels_pallas.weights import INVISIBLE, LOG2E
 
 
-class Totals(NamedTuple):
-  """Running totals of log gates just before each tile, and at its end: two float32s each, for whole ROWS of tiles."""
-
-  before: Float[Array, "2 B H n"]
-  end: Float[Array, "2 B H n"]
-
-
 def reach(
   bounds: Bounds,
-  totals: Totals,
+  totals: Float[Array, "4 B H n"],
   fades: Int[Array, "B H"],
   tiles: int,
   *,
   left_out: float,
   interpret: Any = None,
 ) -> Int[Array, "B H n"]:
-  """How many tiles from the first on each of them need not read; none in heads that do not fade."""
+  """How many tiles from the first on each of them need not read; none in heads that do not fade.
+
+  `totals` are those of log gates before each tile and at its end, two float32s each, for whole ROWS of tiles.
+  """
   kinds, batch, heads, whole = bounds.most.shape
   group = bounds.least.shape[2] // heads
   blocks, shape, f32 = whole // ROWS, (ROWS, ROWS), jnp.float32
 
-  def kernel(least_ref, most_ref, before_ref, end_ref, fades_ref, ones_ref, first_ref, *scratch):
+  def kernel(least_ref, most_ref, totals_ref, fades_ref, ones_ref, first_ref, *scratch):
     ones_smem, weights_smem, first_smem, filled = scratch
     plgpu.copy_gmem_to_smem(ones_ref, ones_smem, filled)
     row, block = (f(lax.axis_index("block"), jnp.int32(blocks)) for f in (lax.div, lax.rem))
@@ -62,7 +58,7 @@ def reach(
     def by_row(x):
       return plgpu.layout_cast(jnp.full((ROWS,), x, f32), WGMMA.reduce(1))
 
-    start = [load(before_ref.at[half, b, kv], rows, 1) for half in range(2)]
+    start = [load(totals_ref.at[half, b, kv], rows, 1) for half in range(2)]
     enough = lax.fori_loop(0, jnp.int32(group), least_of, [by_row(jnp.inf)] * kinds)
     plgpu.barrier_wait(filled)
 
@@ -74,9 +70,9 @@ def reach(
       """From 64 tiles of keys."""
       count, so_far = carry
       columns = pl.ds(far * ROWS, ROWS)
-      stop = [load(end_ref.at[half, b, kv], columns, 0) for half in range(2)]
+      stop = [load(totals_ref.at[2 + half, b, kv], columns, 0) for half in range(2)]
       high, low = (down(a, shape) - across(z, shape) for a, z in zip(start, stop, strict=True))
-      exponent = (high + low) * LOG2E
+      exponent = jnp.minimum((high + low) * LOG2E, 0.0)  # of tiles that fill up whole ROWS it could be anything
       earlier = index(shape, 1, far * ROWS) < index(shape, 0, block * ROWS)
       discount = jnp.where(earlier & (exponent > INVISIBLE), jnp.exp2(exponent), 0.0)
       unheard, sums = earlier, []
@@ -111,6 +107,6 @@ def reach(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="reach",
-  )(*bounds, *totals, fades, jnp.asarray(np.tri(ROWS).T, jnp.bfloat16))
+  )(*bounds, totals, fades, jnp.asarray(np.tri(ROWS).T, jnp.bfloat16))
   result: Array = varying_as(bounds.least, first)[..., :tiles]
   return result
