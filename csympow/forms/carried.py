@@ -20,7 +20,7 @@ from csympow.forms.memory import Memory
 from csympow.forms.near_tpu import time_first, vectors
 from csympow.forms.spans import Settings
 from kernels_pallas.tpu import chunked_backward, chunked_forward
-from kernels_pallas.tpu.shifts import Chunks, State, on_chip
+from kernels_pallas.tpu.shifts import Chunks, State, coordinates, on_chip
 
 _STRETCHES = 8  # into which time is cut for the sums that gradients must come to, at most
 
@@ -181,17 +181,15 @@ def _turned(x: _Joined, head_dim: int) -> Float[Array, "B ends H r"]:
 def _place(head_dim: int) -> np.ndarray:
   """Where the product of two coordinates stands in the order of shifts."""
   place = np.empty((head_dim, head_dim), np.int32)
-  half = head_dim // 2
-  shift, first = np.divmod(np.arange(head_dim * (head_dim + 1) // 2), head_dim)
-  second = (first + shift) % head_dim
-  assert shift[-1] == half
+  first, second = coordinates(head_dim)
   place[first, second] = place[second, first] = np.arange(len(first))
   return place
 
 
 def _weights(head_dim: int) -> Float[Array, "D 1"]:
   """How often each product occurs in (q . k) ** 2."""
-  return jnp.where(jnp.arange(head_dim * (head_dim + 1) // 2) < head_dim, 1.0, 2.0)[:, None]
+  first, second = coordinates(head_dim)
+  return jnp.where(first == second, 1.0, 2.0)[:, None]
 
 
 def _by_shifts(memory: Memory, head_dim: int) -> State:

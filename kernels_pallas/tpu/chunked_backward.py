@@ -24,7 +24,7 @@ from jaxtyping import Array, BFloat16, Float
 from kernels_pallas.tpu import shifts
 from kernels_pallas.tpu.shifts import LANES, NT, Carried, Chunks, Shifts, State, dot, tile
 
-_ROWS = 64  # of a shift's features, whose cotangents for two tiles of queries the registers hold
+_PIECES = 4  # of a turn's features, whose cotangents for two tiles are taken up while others' products are made
 
 
 class Rows(NamedTuple):
@@ -58,8 +58,8 @@ def queries(
     refs = list(more)
     initial_refs = None if initial is None else (refs.pop(0), refs.pop(0))
     dq_ref, *kept_refs = (refs.pop(0) for _ in range(3))
-    keys, queries, sums, cotangents, discounted, found = refs[3:]
-    carried = Carried(*refs[:3])
+    keys, queries, plain, shifted, cotangents, discounted, found = refs[3:]
+    carried, sums = Carried(*refs[:3]), shifts.Sums(plain, shifted)
     S, Z = carried[:2]
     *place, n = (pl.program_id(axis) for axis in range(3))
 
@@ -80,7 +80,7 @@ def queries(
         at, q, far = g * tiles + t, q_ref[0, 0, g, :, tile(t)], far_ref[0, 0, g, :, tile(t)]
         shifts.double(queries, at, q)
         cotangents[at] = _discounted(dy_ref[0, 0, g, :, tile(t)], far)
-        sums[at] = jnp.zeros_like(sums[at])
+        sums.clear(at)
         normaliser = -delta_ref[0, 0, g, :, tile(t)] * far
         dq_ref[0, 0, g, :, tile(t)] = 2 * normaliser * (dot(high, q) + dot(low, q))
 
@@ -92,19 +92,27 @@ def queries(
     def visit(turn: Shifts) -> None:
       found[: turn.size] = turn.weighted(S[turn.rows]).astype(jnp.bfloat16)
 
-      def read(g):
+      def reads(g):
         for some in shifts.by_twos(tiles):
           at = [g * tiles + t for t in some]
-          turn.add_transposed(sums, queries, at, found, shifts.side_by_side(cotangents[n] for n in at), _ROWS)
+          for piece in turn.pieces(_PIECES):
+            yield piece.add_transposed(sums, queries, at, found, shifts.side_by_side(cotangents[n] for n in at))
 
-      shifts.for_all_groups(group, read)
-      turn.add_to_state(S, keys, range(tiles), lambda: discounted[...], decay=decay)
+      def writes():
+        for piece in turn.pieces(_PIECES * len(shifts.by_twos(tiles))):
+          yield piece.add_to_state(S, keys, range(tiles), lambda: discounted[...], decay=decay)
+
+      if group == 1:
+        shifts.take_turns(reads(0), writes())
+      else:
+        shifts.for_all_groups(group, lambda g: shifts.take_turns(reads(g)))
+        shifts.take_turns(writes())
 
     shifts.for_all_shifts(head_dim, visit)
 
     def finish(g):
       for t in range(tiles):
-        dq_ref[0, 0, g, :, tile(t)] += shifts.folded(sums, g * tiles + t, head_dim)
+        dq_ref[0, 0, g, :, tile(t)] += sums.total(g * tiles + t)
 
     shifts.for_all_groups(group, finish)
 
@@ -123,7 +131,7 @@ def queries(
       *Carried.scratch(head_dim, value_dim),
       shifts.scratch_of_vectors(tiles, head_dim),
       shifts.scratch_of_vectors(group * tiles, head_dim),
-      shifts.scratch_of_vectors(group * tiles, head_dim),
+      *shifts.Sums.scratch(group * tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
       pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
       pltpu.VMEM((shifts.ROWS, value_dim), jnp.bfloat16),
@@ -152,8 +160,8 @@ def keys(
     refs = list(more)
     final_refs = None if final is None else (refs.pop(0), refs.pop(0))
     dq_ref, dk_ref, dv_ref, *kept_refs = (refs.pop(0) for _ in range(7))
-    keys, queries, sums, cotangents, discounted, found, value_sums, *rooms = refs[3:]
-    carried = Carried(*refs[:3])
+    keys, queries, plain, shifted, cotangents, discounted, found, value_sums, *rooms = refs[3:]
+    carried, sums = Carried(*refs[:3]), shifts.Sums(plain, shifted)
     dS, dZ = carried[:2]
     *place, step = (pl.program_id(axis) for axis in range(3))
     n = count - 1 - step
@@ -170,7 +178,7 @@ def keys(
     for t in range(tiles):
       k, until = k_ref[0, 0, :, tile(t)], until_ref[0, 0, :, tile(t)]
       shifts.double(keys, t, k)
-      sums[t] = jnp.zeros_like(sums[t])
+      sums.clear(t)
       value_sums[t] = jnp.zeros_like(value_sums[t])
       dk_ref[0, 0, :, tile(t)] = 2 * until * (dot(high, k) + dot(low, k))
       dv_ref[0, 0, :, tile(t)] = jnp.zeros_like(value_sums[t])
@@ -195,20 +203,31 @@ def keys(
       found[: turn.size] = turn.weighted(dS[turn.rows]).astype(jnp.bfloat16)
       found_transposed = turn.room_in(rooms)
       shifts.transpose(found_transposed, found)
-      for t in range(tiles):
-        turn.add_transposed(sums, keys, [t], found, discounted[:, tile(t)], head_dim)
-        value_sums[t] += dot(shifts.transposed(found_transposed), turn.features(keys, t))
-      dS[turn.rows] = dS[turn.rows] * decay
 
-      def write(g):
+      def reads():
+        for some in shifts.by_twos(tiles):
+          pieces, lanes = turn.pieces(_PIECES), pl.ds(some[0] * LANES, len(some) * LANES)
+          for n, piece in enumerate(pieces):
+            piece.add_transposed(sums, keys, some, found, discounted[:, lanes])
+            for t in some[n * len(some) // len(pieces) : (n + 1) * len(some) // len(pieces)]:
+              value_sums[t] += dot(shifts.transposed(found_transposed), turn.features(keys, t))
+            yield
+
+      def writes(g, decay):
         at = [g * tiles + t for t in range(tiles)]
-        turn.add_to_state(dS, queries, at, lambda: shifts.side_by_side(cotangents[n] for n in at))
+        for piece in turn.pieces(_PIECES * len(shifts.by_twos(tiles))):
+          yield piece.add_to_state(dS, queries, at, lambda: shifts.side_by_side(cotangents[n] for n in at), decay=decay)
 
-      shifts.for_all_groups(group, write)
+      if group == 1:
+        shifts.take_turns(reads(), writes(0, decay))
+      else:
+        shifts.take_turns(reads())
+        dS[turn.rows] = dS[turn.rows] * decay
+        shifts.for_all_groups(group, lambda g: shifts.take_turns(writes(g, None)))
 
     shifts.for_all_shifts(head_dim, visit)
     for t in range(tiles):
-      dk_ref[0, 0, :, tile(t)] += shifts.folded(sums, t, head_dim)
+      dk_ref[0, 0, :, tile(t)] += sums.total(t)
       dv_ref[0, 0, :, tile(t)] += value_sums[t] * until_ref[0, 0, :, tile(t)]
 
     @pl.when(step == count - 1)
@@ -243,7 +262,7 @@ def keys(
       *Carried.scratch(head_dim, value_dim),
       shifts.scratch_of_vectors(tiles, head_dim),
       shifts.scratch_of_vectors(group * tiles, head_dim),
-      shifts.scratch_of_vectors(tiles, head_dim),
+      *shifts.Sums.scratch(tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
       pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
       pltpu.VMEM((shifts.ROWS, value_dim), jnp.bfloat16),

@@ -4,23 +4,31 @@ Tokens lie on lanes and coordinates on sublanes, so that a cyclic shift of a vec
 later. With x * roll(x, s), s = 0 .. d/2, every product of two coordinates occurs once (of the last shift only the first
 half is taken), so a state is
 
-    S[s d + i] = sum_j k_ji k_j(i+s) v_j        weight 1 for s = 0, else 2        D = d (d + 1) / 2 rows of dv
+    S[s, i] = sum_j k_ji k_j(i+s) v_j        weight 1 for s = 0, else 2        D = d (d + 1) / 2 rows of dv
+
+A register holds 8 rows, and shifts that differ by 8 meet in the same registers. Four of them make a series, r, r + 8,
+r + 16 and r + 24, which stands together in a state, in blocks of 8 coordinates i by its shifts: from one block to the
+next a single register of partners i + s goes and one comes, and so do sums to them.
 
 All products have bfloat16 operands and float32 sums. VMEM is rows of 128 lanes, hence tiles of 128 tokens.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, Int
 
 LANES = 128  # tokens in a tile
+SUBLANES = 8  # coordinates of a tile's vectors in one register
+BLOCK = 4 * SUBLANES  # features of so many coordinates: their products by the shifts of a series
 ROWS = 1024  # features that a turn of the loop over shifts expands: the more, the shorter the matrix units wait
 PART = 256  # of these, those that a product adds to a state
 VMEM = 60 * 2**20  # bytes that a kernel may ask for
@@ -74,9 +82,14 @@ def dot(a: Array, b: Array, contract: tuple[tuple[int], tuple[int]] = ((1,), (0,
   return lax.dot_general(a, b, (contract, ((), ())), **how)
 
 
-def shifts_at_once(head_dim: int) -> int:
-  """The shifts that a turn of the loop expands."""
-  return ROWS // head_dim
+def coordinates(head_dim: int) -> tuple[Int[np.ndarray, "D"], Int[np.ndarray, "D"]]:
+  """Whose products a state's features are: series by series, of the first 32 shifts and then the next, and the last."""
+  counts = (head_dim // 2 // BLOCK, SUBLANES, head_dim // SUBLANES, BLOCK // SUBLANES, SUBLANES)
+  thirty_twos, least, block, number, row = np.indices(counts).reshape(len(counts), -1)
+  last = np.arange(head_dim // 2)
+  first = np.concatenate([block * SUBLANES + row, last])
+  shift = np.concatenate([thirty_twos * BLOCK + least + number * SUBLANES, np.full_like(last, head_dim // 2)])
+  return first, (first + shift) % head_dim
 
 
 def largest_chunk(group: int) -> int:
@@ -173,16 +186,17 @@ def double(ref: Any, n: int, x: BFloat16[Array, "d t"]) -> None:
 
 
 class Shifts(NamedTuple):
-  """The features of one turn of the loop: `many` shifts from `first` on, or the half of the last one."""
+  """The features of one turn of the loop, or some blocks of them; or, of no block, the half of the last shift."""
 
-  first: Any
-  many: int
+  turn: Any
+  first: int
+  blocks: int
   head_dim: int
 
   @property
   def is_last(self) -> bool:
     """Whether these are half the products of the shift by d/2."""
-    return self.many == 0
+    return self.blocks == 0
 
   @property
   def rows(self) -> Any:
@@ -190,17 +204,33 @@ class Shifts(NamedTuple):
     d = self.head_dim
     if self.is_last:
       return pl.ds(d * d // 2, d // 2)
-    return pl.ds(pl.multiple_of(self.first * d, LANES), self.many * d)
+    return pl.ds(pl.multiple_of(self.turn * ROWS + self.first * BLOCK, LANES), self.size)
 
   @property
   def size(self) -> int:
     """How many features these are."""
-    return self.many * self.head_dim or self.head_dim // 2
+    return self.blocks * BLOCK or self.head_dim // 2
 
   def room_in(self, transposed: Sequence[Any]) -> Any:
     """That of `scratch_of_transposed` which is as large as these."""
     many, last = transposed
     return last if self.is_last else many
+
+  def pieces(self, count: int) -> list["Shifts"]:
+    """The same in so many pieces, or whole if it is the last shift."""
+    many = self.blocks // count
+    return [self._replace(first=self.first + n * many, blocks=many) for n in range(count)] if many else [self]
+
+  def series(self) -> list["Series"]:
+    """The same by series."""
+    in_series, found = self.head_dim // SUBLANES, []
+    for n in range(ROWS // BLOCK // in_series):
+      first, last = (min(max(block - n * in_series, 0), in_series) for block in (self.first, self.first + self.blocks))
+      if first < last:
+        number = self.turn * (ROWS // BLOCK // in_series) + n
+        thirty_two, least = lax.div(number, jnp.int32(SUBLANES)), lax.rem(number, jnp.int32(SUBLANES))
+        found.append(Series(thirty_two * BLOCK + least, first, last - first))
+    return found
 
   def add_to_state(
     self,
@@ -217,9 +247,7 @@ class Shifts(NamedTuple):
     By parts, each of which loads y for itself: a part's sums, and what they are made of, must fit the registers. With
     `room` for the features of two parts in memory a third part's are not made before the first part's have been taken.
     """
-    many = PART // self.head_dim
-    parts = [self._replace(first=self.first + n, many=many) for n in range(0, self.many, many)] or [self]
-    for number, part in enumerate(parts):
+    for number, part in enumerate(self.pieces(max(self.size // PART, 1))):
       if room is None:
         features = [part.features(x, n) for n in tiles]
       else:
@@ -232,69 +260,118 @@ class Shifts(NamedTuple):
 
   def features(self, x: Any, n: int) -> BFloat16[Array, "f t"]:
     """Products of two coordinates of a tile of vectors, without their weight."""
-    d = self.head_dim
-    if self.is_last:
-      return (x[n, : d // 2] * x[n, d // 2 : d]).astype(jnp.bfloat16)
-    shifted = [x[n, :d] * x[n, pl.ds(self.first + m, d)] for m in range(self.many)]
-    return jnp.concatenate([product.astype(jnp.bfloat16) for product in shifted], axis=0)
+    return jnp.concatenate(list(self._products(x, n)), axis=0)
 
   def expand(self, out: Any, x: Any, n: Any, at: int) -> None:
     """Writes the features of the n-th tile to memory, where they wait for the matrix units: registers are too few."""
-    d = self.head_dim
+    first = 0
+    for product in self._products(x, n):
+      out[at, first : first + product.shape[0]] = product
+      first += product.shape[0]
+
+  def _products(self, x: Any, n: Any) -> Iterator[BFloat16[Array, "some t"]]:
+    half = self.head_dim // 2
     if self.is_last:
-      out[at, : self.size] = self.features(x, n)
-    for m in range(self.many):
-      out[at, m * d : (m + 1) * d] = self._replace(first=self.first + m, many=1).features(x, n)
+      yield (x[n, :half] * x[n, half : 2 * half]).astype(jnp.bfloat16)
+    for series in self.series():
+      vectors, partners = (x[n, rows] for rows in series.windows())
+      for one, others in series.by_block(vectors, partners):
+        yield (one * others).astype(jnp.bfloat16)
 
   def weighted(self, state: Float[Array, "f dv"]) -> Float[Array, "f dv"]:
     """Each product as often as it occurs in (q . k) ** 2."""
     if self.is_last:
       return 2.0 * state
-    square = (lax.broadcasted_iota(jnp.int32, (state.shape[0], 1), 0) < self.head_dim) & (self.first == 0)
+    row = lax.broadcasted_iota(jnp.int32, (state.shape[0], 1), 0)
+    in_first_series = (row < self.head_dim // SUBLANES * BLOCK) & (self.turn == 0)
+    square = in_first_series & (lax.rem(row, jnp.int32(BLOCK)) < SUBLANES)
     return jnp.where(square, 1.0, 2.0) * state
 
-  def add_transposed(
-    self, sums: Any, x: Any, tiles: Sequence[Any], found: Any, y: BFloat16[Array, "v T"], rows: int
-  ) -> None:
-    """Adds what tiles of vectors get of the cotangents of their features, which are `found` times y.
-
-    Of each shift so many `rows` at a time: what is summed over shifts must fit the registers.
-    """
+  def add_transposed(self, sums: "Sums", x: Any, tiles: Sequence[Any], found: Any, y: BFloat16[Array, "v T"]) -> None:
+    """Adds what tiles of vectors get of the cotangents of their features, which are `found` times y."""
     d, columns = self.head_dim, [slice(at * LANES, (at + 1) * LANES) for at in range(len(tiles))]
     if self.is_last:
       dphi, half = dot(found[: self.size], y), d // 2
       for n, at in zip(tiles, columns, strict=True):
-        sums[n, :half] += dphi[:, at] * x[n, half:d]
-        sums[n, half:d] += dphi[:, at] * x[n, :half]
+        sums.plain[n, :half] += dphi[:, at] * x[n, half:d]
+        sums.plain[n, half:] += dphi[:, at] * x[n, :half]
       return
-    for first in range(0, d, rows):
-      unshifted = [jnp.zeros((rows, LANES), jnp.float32) for _ in tiles]
-      some = pl.ds(first, rows)
-      for m in range(self.many):
-        dphi, shifted = dot(found[pl.ds(m * d + first, rows)], y), pl.ds(self.first + m + first, rows)
-        for place, (n, at) in enumerate(zip(tiles, columns, strict=True)):
-          unshifted[place] += dphi[:, at] * x[n, shifted]
-          sums[n, shifted] += dphi[:, at] * x[n, some]
-      for place, n in enumerate(tiles):
-        sums[n, some] += unshifted[place]
+    begin = self.first * BLOCK
+    for series in self.series():
+      plain, shifted = series.windows()
+      dphi = dot(found[pl.ds(begin, series.blocks * BLOCK)], y)
+      begin += series.blocks * BLOCK
+      for n, at in zip(tiles, columns, strict=True):
+        vectors, partners = x[n, plain], x[n, shifted]
+        to_plain, to_shifted = [], jnp.zeros_like(partners)
+        for b, (one, others) in enumerate(series.by_block(vectors, partners)):
+          mine = dphi[b * BLOCK : (b + 1) * BLOCK, at]
+          to_plain.append((mine * others).reshape(-1, SUBLANES, LANES).sum(axis=0))
+          to_shifted = _added(to_shifted, b * SUBLANES, mine * one)
+        sums.plain[n, plain] += jnp.concatenate(to_plain)
+        sums.shifted[n, shifted] += to_shifted
 
 
-def folded(sums: Any, n: int, head_dim: int) -> Float[Array, "d t"]:
-  """The sums of a tile, their second copy of the first half added to the first."""
-  half = head_dim // 2
-  return jnp.concatenate([sums[n, :half] + sums[n, head_dim:], sums[n, half:head_dim]], axis=0)
+class Series(NamedTuple):
+  """Features of four shifts that differ by whole registers, from the first-th block of coordinates on."""
+
+  shift: Any  # the least of the four
+  first: int
+  blocks: int
+
+  def windows(self) -> tuple[Any, Any]:
+    """The rows of all coordinates that come first in a product, and of their partners."""
+    first, size = self.first * SUBLANES, self.blocks * SUBLANES
+    return pl.ds(first, size), pl.ds(self.shift + first, size + BLOCK - SUBLANES)
+
+  def by_block(self, vectors: Array, partners: Array) -> Iterator[tuple[Array, Array]]:
+    """Block by block: 8 coordinates, once for each shift, and their partners."""
+    for first in range(0, self.blocks * SUBLANES, SUBLANES):
+      coordinates = vectors[first : first + SUBLANES]
+      yield jnp.concatenate([coordinates] * (BLOCK // SUBLANES)), partners[first : first + BLOCK]
+
+
+def _added(total: Float[Array, "rows t"], first: int, x: Float[Array, "some t"]) -> Float[Array, "rows t"]:
+  """The total with x added to some of its rows."""
+  last = first + x.shape[0]
+  return jnp.concatenate([part for part in (total[:first], total[first:last] + x, total[last:]) if part.shape[0]])
+
+
+class Sums(NamedTuple):
+  """What vectors get of the cotangents of their features: as the first of two coordinates, and as the shifted one.
+
+  Two arrays, for the compiler sees of a shift that is counted not that it is another place.
+  """
+
+  plain: Any
+  shifted: Any
+
+  @classmethod
+  def scratch(cls, tiles: int, head_dim: int) -> "Sums":
+    """The memory to ask for."""
+    return cls(pltpu.VMEM((tiles, head_dim, LANES), jnp.float32), scratch_of_vectors(tiles, head_dim))
+
+  def clear(self, n: Any) -> None:
+    """Begins the sums of a tile."""
+    for ref in self:
+      ref[n] = jnp.zeros(ref.shape[1:], jnp.float32)
+
+  def total(self, n: Any) -> Float[Array, "d t"]:
+    """The sums of a tile; a shift may have gone beyond the last coordinate."""
+    head_dim = self.plain.shape[1]
+    half, shifted = head_dim // 2, self.shifted[n]
+    return self.plain[n] + jnp.concatenate([shifted[:half] + shifted[head_dim:], shifted[half:head_dim]])
 
 
 def for_all_shifts(head_dim: int, visit: Callable[[Shifts], None]) -> None:
   """Visits every feature once."""
-  count = shifts_at_once(head_dim)
 
   def turn(n: Array, none: None) -> None:
-    visit(Shifts(n * count, count, head_dim))
+    visit(Shifts(n, 0, ROWS // BLOCK, head_dim))
     return none
 
-  lax.fori_loop(0, head_dim // 2 // count, turn, None)
-  visit(Shifts(None, 0, head_dim))
+  lax.fori_loop(0, head_dim**2 // 2 // ROWS, turn, None)
+  visit(Shifts(None, 0, 0, head_dim))
 
 
 def for_all_groups(group: int, visit: Callable[[Any], None]) -> None:
@@ -308,6 +385,12 @@ def for_all_groups(group: int, visit: Callable[[Any], None]) -> None:
       return none
 
     lax.fori_loop(0, group, turn, None)
+
+
+def take_turns(*works: Iterator[None]) -> None:
+  """Does a step of each work in turn: the matrix units make products of one while those of another are taken up."""
+  for _ in itertools.zip_longest(*works):
+    pass
 
 
 def pieces(Z: Float[Array, "d d"]) -> tuple[BFloat16[Array, "d d"], BFloat16[Array, "d d"]]:
