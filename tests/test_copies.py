@@ -9,7 +9,7 @@ import csympow
 from csympow import rotation
 from csympow.forms import near, rotating
 from csympow.forms.spans import Settings
-from kernels_pallas.gpu import attention_backward, attention_forward
+from kernels_pallas.gpu import arrays, attention_backward
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.gradients import WithoutState, gradients
 from kernels_pallas.gpu.tiles import ROWS
@@ -143,7 +143,7 @@ def test_heads_without_a_state_go_back_with_another_gradient():
 def test_a_key_of_nothing_has_no_gradient_at_a_high_power():
   k = jnp.ones((1, ROWS, 1, 32), jnp.bfloat16).at[:, 3].set(0.0)
   exponents = near.exponents(near.Tokens(k[:, :, :, None], k, k, None, None))
-  keys = attention_forward.Keys(None, k.astype(jnp.float16), *[None] * 6)
+  keys = arrays.Keys(None, k.astype(jnp.float16), *[None] * 6)
   x = near.Operands(k.astype(jnp.float16), keys, None, k, *exponents)
   settings = Settings(10, ROWS, ROWS, ROWS, "high", interpret=INTERPRETED)
   dx = jnp.ones(k.shape).at[:, 3].set(0.0)

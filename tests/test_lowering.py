@@ -1,6 +1,7 @@
 """The Hopper kernels lower where there is no GPU: for every shape, inside shard_map, under vmap and with 64 bits."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -163,3 +164,46 @@ def test_kernels_lower_where_integers_and_constants_have_64_bits(chunk, rotation
   case = Case(T=512, B=1, H=1, groups=2, d=64, dv=64, rotation=rotation, dtype="bfloat16", entry="attention")
   with jax.enable_x64(True):
     assert_lowers(*gradients(case, chunk), *ATTENTION, *SEARCH, *(() if chunk is None else STATES + FAINT))
+
+
+def inside(equation):
+  """The programs that it is made of: of a loop, branches or a kernel."""
+  leaves = jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"))
+  return [x for x in (getattr(leaf, "jaxpr", leaf) for leaf in leaves) if hasattr(x, "eqns")]
+
+
+def flattened(jaxpr):
+  """All equations as they are written, without those that hold others."""
+  for equation in jaxpr.eqns:
+    programs = inside(equation)
+    yield from itertools.chain.from_iterable(map(flattened, programs)) if programs else [equation]
+
+
+def kernel_of(name, jaxpr):
+  """The program of the kernel of that name."""
+  for equation in jaxpr.eqns:
+    for program in inside(equation):
+      found = program if equation.params.get("name") == name else kernel_of(name, program)
+      if found is not None:
+        return found
+  return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "rotation"), [(64, "none"), (64, "learned"), (32, "none"), (128, "none")])
+def test_what_another_warpgroup_is_told_of_has_been_committed(d, rotation):
+  """The backward kernel has no barriers but its own, and the interpreter does not see that products need a fence."""
+  function, x = gradients(Case(T=512, B=1, H=1, d=d, dv=d, rotation=rotation, dtype="bfloat16", entry="attention"))
+  written, told = [], 0
+  for equation in flattened(kernel_of("attention_backward", jax.make_jaxpr(function)(x).jaxpr)):
+    what, of = equation.primitive.name, str(equation.invars[0].aval) if equation.invars else ""
+    if what == "swap" and "smem" in of:
+      written.append(equation)
+    elif what == "commit_smem":
+      told += len(written)
+      written = []
+    elif what == "copy_smem_to_gmem" or (
+      what == "barrier_arrive" and "barrier[]" in of
+    ):  # those in rings are of queries
+      assert not written, f"{written} is not committed before {equation}"
+  assert told > 2

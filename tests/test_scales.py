@@ -22,6 +22,20 @@ def test_heads_without_keys_and_keys_that_are_no_numbers_do_not_set_the_scale():
   np.testing.assert_array_equal(near.exponents(near.Tokens(k[:, :, :, None], k, k, G.hi, None)).top, [[1, 0, 1]])
 
 
+def test_tokens_as_given_have_the_scale_of_their_largest_number_and_of_zeros_the_least():
+  sizes = jnp.array([1.0, 0.0, 1.0, 2.0**120])
+  k = (jnp.ones((1, BLOCK, 4, 32)) * sizes[:, None]).astype(jnp.bfloat16).at[:, 7, 2].set(jnp.nan)
+  settings = Settings(2, BLOCK, TILE, TILE, "high", interpret=plgpu.InterpretGPUParams())
+  tokens = near.Tokens(k[:, :, :, None], k, k, jnp.zeros((1, BLOCK, 4)), None)
+  given, _ = near.operands(tokens, settings, with_state=False, save=True)
+  np.testing.assert_array_equal(given.keys.top, [[1, -125, 1, 110]])
+
+
+def test_powers_of_two_are_exact():
+  exponents = np.arange(-126, 128)
+  np.testing.assert_array_equal(near.power_of_two(jnp.array(exponents))[:, 0], 2.0**exponents)
+
+
 # Of queries and of keys, in exponents of 2.
 SIZES = np.array([[0, 0], [60, -110], [-80, 105]])
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,7 +13,7 @@ import csympow
 from csympow.forms import near, visible
 from csympow.forms.spans import Settings
 from csympow.prefix import Total, prefix_sum
-from kernels_pallas.gpu import attention_forward
+from kernels_pallas.gpu import arrays, attention_forward
 from kernels_pallas.gpu.bounds import bounds
 from kernels_pallas.gpu.reach import reach
 from kernels_pallas.gpu.tiles import ROWS, TILE
@@ -76,8 +75,9 @@ def test_a_tile_reaches_as_far_as_the_bounds_say(
 ):
   if interpret is not None:
     request.getfixturevalue("no_races")
-  # As many tiles to a block as where there are many.
-  monkeypatch.setattr("kernels_pallas.gpu.bounds.tiles_of_a_block", lambda rows, tiles, width: math.gcd(tiles, 3))
+  # Several tiles to a block, as where there are many.
+  several = tiles if tiles < ROWS else 4
+  monkeypatch.setattr("kernels_pallas.gpu.bounds.tiles_of_a_block", lambda rows, tiles, width: several)
   q, k, v, end = make(0, heads, groups, tiles, d, rate)
   k = k.at[:, : ROWS * TILE].multiply(1 if tiles < ROWS else 4)  # so that what comes from them is heard long after
   end -= 1e7  # of which a float32 would keep nothing behind the point
@@ -368,7 +368,7 @@ def test_nothing_is_added_to_heads_without_a_state():
   weight = jnp.where(by_query_head, jnp.full((2, 2, 256), 2.0), jnp.nan)
   numerator = jnp.moveaxis(jnp.broadcast_to(3 * weight[..., None], (2, 2, 256, 32)), 1, 2)
   centre = jnp.arange(32.0)
-  carried = attention_forward.Carried(numerator, weight, has_state, jnp.broadcast_to(centre, (2, 1, 32)))
+  carried = arrays.Carried(numerator, weight, has_state, jnp.broadcast_to(centre, (2, 1, 32)))
   how = {"power": 2, "dtype": jnp.float32, "save_low": False, "interpret": QUICKLY}
   found = attention_forward.forward(operands.q, operands.keys, operands.v, carried, **how)
   first = {name: array[:1] for name, array in x.items()}

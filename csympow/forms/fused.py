@@ -17,7 +17,7 @@ from csympow.forms.chunked import Sequence, inputs_of, normalised_backward
 from csympow.forms.memory import Memory, Written, discounted, empty, inner
 from csympow.forms.spans import SMALLEST, Inputs, Settings, Sums, for_each, heads_first, over_normaliser, time_first
 from csympow.prefix import Total, prefix_sum
-from kernels_pallas.gpu import attention_forward
+from kernels_pallas.gpu import arrays
 
 _KERNELS: dict[str, Any] = {"gpu": near, "tpu": near_tpu}
 _STATES: dict[str, Any] = {"memory": memory, "expanded": expanded}
@@ -31,7 +31,7 @@ class _Saved(NamedTuple):
   rotation: rotating.Rotation | None
   memory: Memory | None
   final: Memory | None
-  y: attention_forward.Outputs
+  y: arrays.Outputs
   denominator: Float[Array, "B H g T 1"] | None = None  # the normaliser as the state counts it
 
 
@@ -105,7 +105,7 @@ def _forward(
     initial = empty(k, v, settings.power) if memory is None else memory
     written = Written(inputs.k, inputs.v, decay.until_end)
     final = states.write(discounted(initial, decay.log_across), written, settings)
-  y = attention_forward.Outputs(high, None, normaliser)
+  y = arrays.Outputs(high, None, normaliser)
   return (high.reshape(shape).astype(dtype), final), _Saved(sequence, x, rotation, memory, final, y, denominator)
 
 

@@ -26,7 +26,7 @@ from csympow.forms.faint import Read, faint
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total
-from kernels_pallas.gpu import attention_forward, gram, scan, state_read, state_write, symmetric_write
+from kernels_pallas.gpu import arrays, attention_forward, gram, scan, state_read, state_write, symmetric_write
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.pieces import Pieces
 from kernels_pallas.gpu.tiles import STATE_WIDTH
@@ -74,7 +74,7 @@ class _Saved(NamedTuple):
   found: BFloat16[Array, "B H m n w w w"]  # the S that each chunk finds
   Z: BFloat16[Array, "B H n terms d d"]  # and its Z, in terms
   final: Full | None
-  y: attention_forward.Outputs
+  y: arrays.Outputs
   heard: Bool[Array, "B Hq T"]  # not drowned by rounding: see memory.without_noise
 
 
@@ -162,7 +162,7 @@ def _forward(
       head_dim=head_dim,
     )
     x = near.read_without_states(x, faint(read, interpret))
-  carried = attention_forward.Carried(*far, x.has_state, middle.astype(jnp.float32))
+  carried = arrays.Carried(*far, x.has_state, middle.astype(jnp.float32))
   y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
   final = Full(S.final, Z.final) if return_final else None
   saved = _Saved(x, keys, G, rotation, middle, initial, S.found, Z.found, final, y, far.normaliser >= 0)

@@ -19,7 +19,7 @@ from csympow.forms.rotating import Rotation, angles, padded, torque, turning, un
 from csympow.forms.spans import Settings, by_head, for_each
 from csympow.forms.visible import Tiles, Visible, all_alike, in_whole_rows, visible, without_states
 from csympow.prefix import Total, TotalsKernel
-from kernels_pallas.gpu import attention_backward, attention_forward, gradients, running
+from kernels_pallas.gpu import arrays, attention_backward, attention_forward, gradients, running
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.tiles import TILE, attention_widths
 from kernels_pallas.weights import LEAST, LOG2E, MOST, SMALLEST
@@ -66,7 +66,7 @@ class Operands(NamedTuple):
   """What the kernels are given, and how it was scaled."""
 
   q: Float[Array, "B T Hq d"]
-  keys: attention_forward.Keys
+  keys: arrays.Keys
   last: Int[Array, "B H tiles"]  # the latest tile whose queries read a tile's keys
   v: BFloat16[Array, "B T H dv"]
   q_exponent: Int[Array, "B T H g"]  # queries were divided by 2 to this, or will be by the kernel
@@ -147,7 +147,8 @@ def _as_given(x: Tokens, G: Total, largest: Float[Array, "B T H"], settings: Set
   """Of bfloat16 queries and keys that are not copied; the forward pass finds the queries' exponents."""
   batch, time, heads, head_dim = x.k.shape
   gates, exponents = _gates(G), _exponent(largest)
-  # As `_longest` has it but for keys that are all 0, and so that nothing is left to do after the reduction.
+  # As `_longest` has it but for keys that are all 0, whose queries may be anything below 2 ** 125 then, and so that
+  # nothing is left to do after the reduction.
   top = jnp.max(jnp.where(exponents > _LARGEST, LEAST, jnp.minimum(exponents, _MOST_AS_GIVEN)), axis=1)
   fold = jnp.exp2(gates.until_end / settings.power)
   q = x.q.reshape(batch, time, -1, head_dim)
@@ -168,10 +169,10 @@ def _as_given(x: Tokens, G: Total, largest: Float[Array, "B T H"], settings: Set
 
 def _keys(
   folded: Array | None, plain: Array, fold: Array, gates: _Gates, log_scale: Array, seen: Visible
-) -> attention_forward.Keys:
+) -> arrays.Keys:
   pull = gates.since_start - log_scale
   totals = in_whole_rows(gates.before, gates.end)
-  return attention_forward.Keys(folded, plain, fold, gates.since_start, pull, gates.decay, seen.first, totals)
+  return arrays.Keys(folded, plain, fold, gates.since_start, pull, gates.decay, seen.first, totals)
 
 
 def operands_and_copies(
@@ -259,7 +260,7 @@ def _room(rotation: Rotation | None) -> int:
 
 def forward(
   x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interpret: Any
-) -> tuple[attention_forward.Outputs, Operands]:
+) -> tuple[arrays.Outputs, Operands]:
   """What each query gathers, and the operands of the backward pass."""
   how: dict[str, Any] = {"power": power, "dtype": dtype, "save_low": save_low, "interpret": interpret}
   y = attention_forward.forward(x.q, x.keys, x.v, **how, alike=all_alike(x.q.shape[1]))
@@ -276,7 +277,7 @@ class Cotangents(NamedTuple):
   inverse: Float[Array, "B Hq T"]  # 1 / normaliser, over all keys that a query sees
 
 
-def cotangents(y: attention_forward.Outputs, dy: Float[Array, "B T H g dv"]) -> Cotangents:
+def cotangents(y: arrays.Outputs, dy: Float[Array, "B T H g dv"]) -> Cotangents:
   """From queries' outputs and normalisers."""
   exact = y.high.astype(jnp.float32) + (0.0 if y.low is None else y.low.astype(jnp.float32))
   dy = dy.reshape(exact.shape)
@@ -429,8 +430,8 @@ def rounded(x: Array, bits: tuple[int, int]) -> Array:
 
 
 def power_of_two(exponent: Int[Array, "*lead"]) -> Float[Array, "*lead 1"]:
-  """2 to the exponent, with an axis to multiply vectors by."""
-  return jnp.exp2(exponent.astype(jnp.float32))[..., None]
+  """2 to the exponent, to the last bit, with an axis to multiply vectors by."""
+  return jnp.ldexp(jnp.float32(1), exponent)[..., None]
 
 
 def _largest(x: Float[Array, "*lead d"]) -> Float[Array, "*lead"]:

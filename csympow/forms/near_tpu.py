@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from csympow.forms import near, rotating
 from csympow.forms.spans import Settings
 from csympow.prefix import Total, prefix_sum
+from kernels_pallas.gpu.arrays import Outputs
 from kernels_pallas.gpu.attention_backward import Gradients
-from kernels_pallas.gpu.attention_forward import Outputs
 from kernels_pallas.tpu import attention_backward, attention_forward, pairs
 from kernels_pallas.tpu.shifts import Chunks, on_chip
 from kernels_pallas.weights import LOG2E

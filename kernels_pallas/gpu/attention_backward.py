@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float, Int
 
-from kernels_pallas.gpu.attention_forward import Keys
+from kernels_pallas.gpu.arrays import Keys
 from kernels_pallas.gpu.tiles import (
   ROWS,
   TILE,
@@ -184,7 +184,7 @@ def _backward(
 
       def hand_over(dq, buffer):
         """To the warpgroup that adds it to memory. Only when `dq_freed` was seen for the visit before."""
-        if in_place:  # another warp's product may still read dS
+        if in_place:  # another warp's product may still read dS: the interpreter, which has other memory, can't tell
           wait_for_warps()
         dq_smem[buffer, thread] = dq if of_keys is None else dq * of_keys
         plgpu.commit_smem()
@@ -225,7 +225,7 @@ def _backward(
             ds_smem[buffer, unit, thread] = ds
             multiply(dv, weights, dy_smem.at[slot, :, ours[1]])
             multiply(dk, ds, rounded_q(slot))
-          plgpu.commit_smem()  # of both units, while products are under way
+          plgpu.commit_smem()  # of both units, while products are under way; nor can it tell this one
           plgpu.barrier_arrive(ds_filled)
           plgpu.wgmma_wait(0)  # ptxas gives the registers of left operands to the next visit's
           free(number * _UNITS + 1)

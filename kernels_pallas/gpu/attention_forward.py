@@ -7,7 +7,7 @@ power carries it), so a block of their weights is one matrix product and p/2 mul
 are multiplied by one number, the tile's decay, when the next one begins. Only inside the query's own tile are gates
 exponentials of pairs. Where sequences are too short for a copy of discounted keys to pay, scores are multiplied by
 their keys' discounts instead, and queries can come as they were given. The loader makes these discounts, until the
-block's first query: then sums need no decay but that of the first of two tiles.
+place's first query: then sums need no decay but that of the first of two tiles.
 
     4 warpgroups   64 queries each (2, if heads are wide): while one raises scores, others have products under way
     the last one   loads
@@ -29,8 +29,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Float, Float16, Int
+from jaxtyping import Array, BFloat16, Float, Int
 
+from kernels_pallas.gpu.arrays import Carried, Keys, Outputs
 from kernels_pallas.gpu.tiles import (
   IN_TILE,
   LOADING_REGISTERS,
@@ -55,41 +56,8 @@ from kernels_pallas.gpu.tiles import (
 from kernels_pallas.gpu.turns import Turns
 from kernels_pallas.weights import LOG2E, SMALLEST, even_power
 
-_BATCH = 2  # tiles whose discounts are computed together, for they come from afar
+_BATCH = 2 * IN_TILE  # blocks of keys whose discounts are computed together, for they come from afar
 _BY_THREAD = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
-
-
-class Keys(NamedTuple):
-  """Keys and gates as the kernels read them. Gates are logarithms to base 2, counted from the start of a tile."""
-
-  folded: Float16[Array, "B T H d"] | None  # times `fold`: discounted to the end of their tile
-  plain: Float[Array, "B T H d"]
-  fold: Float[Array, "B H T"]
-  gate: Float[Array, "B H T"]  # of a query: the discount since its tile began
-  pull: Float[Array, "B H T"]  # of a key: the same, less the logarithm of its scale
-  decay: Float[Array, "B H tiles"]  # the discount across each tile
-  first: Int[Array, "B H tiles"]  # the earliest tile that is read: by a block of the grid, its first tile's
-  totals: Float[Array, "4 B H n"]  # of the log gates before each tile and at its end, high and low each
-  top: Int[Array, "B H"] | None = None  # queries come as they were given: once scaled they are divided by 2 to this
-
-
-class Carried(NamedTuple):
-  """What each query has found in a state. Where rounding left a negative normaliser there is nothing to be found."""
-
-  numerator: Float[Array, "B T Hq dv"]
-  normaliser: Float[Array, "B Hq T"]
-  has_state: Int[Array, "B H"] | None = None  # 0: in the head there was none, and the first two are anything
-  centre: Float[Array, "B H dv"] | None = None  # the numerator is that of values less this
-
-
-class Outputs(NamedTuple):
-  """What each query gathers: y = high + low, and the normaliser in the keys' scale."""
-
-  high: Float[Array, "B T Hq dv"]
-  low: Float[Array, "B T Hq dv"] | None  # what rounding `high` lost
-  normaliser: Float[Array, "B Hq T"]
-  scaled: BFloat16[Array, "B T Hq d"] | None = None  # queries that were scaled here, for the backward pass
-  exponent: Int[Array, "B Hq T"] | None = None  # they were divided by 2 to this, besides the keys' `top`
 
 
 class _Place(NamedTuple):
@@ -137,6 +105,7 @@ def forward(
   heads, value_dim = v.shape[2:]
   group, computing = query_heads // heads, 4 if max(head_dim, value_dim) <= 64 else 2  # what registers are enough for
   slots = 4 if head_dim + value_dim <= 128 else 3  # of keys and values, by blocks
+  assert slots <= _BATCH  # a slot that is free tells that the discounts before the last batch's have been read
   pairs = computing // 2  # of warpgroups, whose queries are those of one tile
   tiles = time // TILE // pairs
   assert time % (TILE * pairs) == 0
@@ -192,7 +161,7 @@ def forward(
       return place_in_ring(j, slots)
 
     def discounts_of(j, many=ROWS):
-      return pl.ds(place_in_ring(j, 2 * _BATCH * IN_TILE) * ROWS, many)
+      return pl.ds(place_in_ring(j, 2 * _BATCH) * ROWS, many)
 
     def compute(turn, place):
       b, head, kv = place.b, place.head, place.kv
@@ -440,12 +409,16 @@ def forward(
     def load_keys_and_discounts(place):
       """Discounts until the place begins; of its own tiles each until its own end."""
       b, kv = place.b, place.kv
+      begin = [keys_ref.totals[piece, b, kv, place.tile] for piece in range(2)]
+
+      def load_plain(j):
+        load_block(place, j, keys_ref.plain, place.first * IN_TILE + j - place.start)
 
       def load_batch(n, none):
-        start = place.start + n * _BATCH * IN_TILE
+        start = place.start + n * _BATCH
         found = []  # from afar, while the first block's slot is waited for
-        for i in range(_BATCH):
-          tile = jnp.minimum(place.first + n * _BATCH + i, place.tile + pairs - 1)
+        for i in range(_BATCH // IN_TILE):
+          tile = jnp.minimum(place.first + n * (_BATCH // IN_TILE) + i, place.tile + pairs - 1)
           fold = keys_ref.fold.at[b, kv, pl.ds(tile * TILE, TILE)]
           end = [keys_ref.totals[2 + piece, b, kv, tile] for piece in range(2)]
           found.append((plgpu.load(fold, layout=_BY_THREAD, optimized=False), *end))
@@ -461,15 +434,10 @@ def forward(
           plgpu.barrier_arrive(v_filled.at[slot_of(j)])
           return none
 
-        return lax.fori_loop(start + 1, jnp.minimum(start + _BATCH * IN_TILE, place.stop), load, none)
+        return lax.fori_loop(start + 1, jnp.minimum(start + _BATCH, place.stop), load, none)
 
-      def load_plain(j):
-        load_block(place, j, keys_ref.plain, place.first * IN_TILE + j - place.start)
-
-      begin = [keys_ref.totals[piece, b, kv, place.tile] for piece in range(2)]
-      lax.fori_loop(
-        0, lax.div(place.stop - place.start + _BATCH * IN_TILE - 1, jnp.int32(_BATCH * IN_TILE)), load_batch, None
-      )
+      batches = lax.div(place.stop - place.start + _BATCH - 1, jnp.int32(_BATCH))
+      lax.fori_loop(0, batches, load_batch, None)
 
     def load(turn, place):
       wait_if(turn >= rooms, q_freed.at[place.room])
@@ -511,7 +479,7 @@ def forward(
   scratch = [
     plgpu.RefUnion(q_memory, y_memory) if in_place else (q_memory, y_memory),
     shared((slots, ROWS, head_dim), q.dtype),
-    unused if folding else plgpu.SMEM((2 * _BATCH * TILE,), f32),
+    unused if folding else plgpu.SMEM((2 * _BATCH * ROWS,), f32),
     shared((slots, ROWS, value_dim), v.dtype),
     shared((computing, ROWS, value_dim), jnp.bfloat16) if save_low else unused,
     plgpu.SMEM((computing, ROWS), f32),

@@ -12,8 +12,8 @@ nor more, in heads of whole ROWS, than what M = sum_j k_j k_j^T says:
 and the same of weights times the size of each key's value. Keys are those that the attention kernels read, discounted
 to the end of their tile, and `least` is in the scale of what has come to the start of the query's tile.
 
-A block of the grid is one warpgroup with the queries of a tile, and the keys of the tile before, which it has to load.
-Heads whose gates do not fade are not looked at.
+A block of the grid is one warpgroup, which takes a tile's queries with the keys of the tile before, or several tiles'
+one after another. Heads whose gates do not fade are not looked at.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """What the Hopper kernels share: tile sizes, shared memory laid out for wgmma, and a few idioms.
 
 Kernels with products have warpgroups that compute and one that loads. The loader fills a ring of slots by TMA;
-`filled` barriers tell that a slot's copies have arrived, `freed` barriers that all its readers are done.
+`filled` barriers tell that a slot's copies have arrived, and what the loader computed beside them, `freed` barriers
+that all its readers are done.
 """
 
 import functools
@@ -94,9 +95,10 @@ def place_in_grid(item: Int[Array, ""], rows: int, tiles: int) -> tuple[Int[Arra
 
 
 def tiles_of_a_block(rows: int, tiles: int, head_dim: int) -> int:
-  """How many a block of one warpgroup takes, each while the next one comes, of so many in a row.
+  """How many a block of one warpgroup takes, of so many in a row.
 
-  Several where there are many, if heads are not so wide that the next tile would take the place of another block.
+  Several where there are many, so that fewer blocks begin; of wide heads one, for those that fetch the next tile
+  meanwhile would have it in another block's place.
   """
   return math.gcd(tiles, 4) if rows * tiles >= 32 * MULTIPROCESSORS and head_dim <= 64 else 1
 

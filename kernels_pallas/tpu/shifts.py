@@ -228,8 +228,9 @@ class Shifts(NamedTuple):
       first, last = (min(max(block - n * in_series, 0), in_series) for block in (self.first, self.first + self.blocks))
       if first < last:
         number = self.turn * (ROWS // BLOCK // in_series) + n
-        thirty_two, least = lax.div(number, jnp.int32(SUBLANES)), lax.rem(number, jnp.int32(SUBLANES))
-        found.append(Series(thirty_two * BLOCK + least, first, last - first))
+        more = self.head_dim // 2 > BLOCK  # then the series from the eighth on have the next 32 shifts
+        passed = lax.div(number, jnp.int32(SUBLANES)) * (BLOCK - SUBLANES) if more else 0
+        found.append(Series(number + passed, first, last - first))
     return found
 
   def add_to_state(
