@@ -27,14 +27,8 @@ def questions(lengths):
 
 
 # At p=4 the keys and values of so few tokens are fewer bytes than the state, and are what is kept.
-@pytest.mark.parametrize(
-  ("variant", "power"),
-  [
-    pytest.param("conformal", 2, marks=pytest.mark.slow),
-    pytest.param("conformal", 4, marks=pytest.mark.slow),
-    ("softmax", 2),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "power"), [("conformal", 2), ("conformal", 4), ("softmax", 2)])
 def test_replies_are_those_of_each_prompt_alone(monkeypatch, variant, power):
   monkeypatch.setattr(caches, "PIECE", 4)  # of prompts and of answers
   monkeypatch.setattr(caches, "_ROWS", 3)

@@ -93,6 +93,7 @@ def test_only_heads_that_are_wanted_are_copied():
   assert not np.array_equal(found[:, :, 0], everything[:, :, 0])  # but anything
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_races")
 def test_tiles_that_a_block_takes_one_after_another_are_those_of_a_block_each(monkeypatch):
   x, angles, _ = make(9, start=True, time=4 * ROWS)

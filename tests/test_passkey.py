@@ -104,6 +104,7 @@ def test_who_knows_the_number_scores_and_who_does_not_does_not(byte_run, tmp_pat
   assert printed.count(" KiB ") == 2
 
 
+@pytest.mark.slow
 def test_a_real_model_is_asked_once_and_the_rest_is_kept(byte_run, tmp_path, monkeypatch):
   monkeypatch.setattr(caches, "PIECE", 64)
   args = arguments(passkey, tmp_path, "--trials=2", "--lengths=333", workdir=[byte_run])

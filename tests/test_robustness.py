@@ -43,14 +43,9 @@ def test_what_a_strong_gate_leaves_is_exact_where_nothing_else_is_left(form, gat
   assert max(map(relative, found, exact)) < 1e-4  # a state of three keys is ill-conditioned; a lost one is off by 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize(
-  ("power", "size"),
-  [
-    (2, 1e-8),
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in [(2, 1e8), (4, 1e5), (4, 1e-5), (8, 1e-2), (8, 300.0)]),
-  ],
-)
+@pytest.mark.parametrize(("power", "size"), [(2, 1e-8), (2, 1e8), (4, 1e5), (4, 1e-5), (8, 1e-2), (8, 300.0)])
 def test_gradients_are_right_at_every_size_of_keys(power, size):
   q, k, v, weights = tensors(k=size)
   exact = results("attention", q, k / size, v, weights, power=power)
@@ -115,17 +110,10 @@ def test_no_scale_changes_the_result(scale):
   assert relative(csympow.attention(q * 1e10, k, v, scale=scale), csympow.attention(q, k, v)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize(
-  "form", ["chunked", *(pytest.param(x, marks=pytest.mark.slow) for x in ("attention", "recurrent"))]
-)
-@pytest.mark.parametrize(
-  "spec",
-  [
-    *(pytest.param(P(*axes), marks=pytest.mark.slow) for axes in (["data"], [None, None, "model"])),
-    P("data", None, "model"),
-  ],
-)
+@pytest.mark.parametrize("form", ["chunked", "attention", "recurrent"])
+@pytest.mark.parametrize("spec", [P("data"), P(None, None, "model"), P("data", None, "model")])
 def test_explicitly_sharded_batch_and_heads_give_the_same_numbers(form, spec):
   *x, weights = tensors()
   beta = 1 + 0.5 * jnp.tanh(x[1][..., 0])

@@ -107,9 +107,8 @@ def test_a_signal_while_stepping_saves_and_the_rest_is_the_same_run(whole, tmp_p
   running.assert_same_run(tmp_path / "run", whole[0])
 
 
-@pytest.mark.parametrize(
-  "phase", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("compile", "evaluate")), "save"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["compile", "evaluate", "save"])
 def test_a_signal_is_heard_while_compiling_evaluating_and_saving(tmp_path, phase):
   """Each phase is made long, and the signal sent when it has begun."""
   slow = {
@@ -256,6 +255,7 @@ def test_a_full_disk_is_told_in_a_line_and_nothing_is_damaged(whole, tmp_path):
   running.assert_same_run(workdir, whole[0])
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path):
   wild = ["--config.optimizer.learning_rate=1e30", "--config.checkpoint.every=1"]
   _, errors = run(tmp_path / "run", *wild, expect=3)

@@ -61,14 +61,8 @@ def by_attention(model, prompt, count):
   return whole[len(prompt) :]
 
 
-@pytest.mark.parametrize(
-  ("variant", "cache"),
-  [
-    ("conformal", "folded"),
-    pytest.param("conformal", "state", marks=pytest.mark.slow),
-    pytest.param("softmax", "keys", marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "cache"), [("conformal", "folded"), ("conformal", "state"), ("softmax", "keys")])
 def test_greedy_text_is_the_attention_forms_token_by_token_for_prompts_of_any_lengths(monkeypatch, variant, cache):
   monkeypatch.setattr(caches, "PIECE", 4)  # the longest prompt takes three pieces
   model = make(variant=variant, form="attention")

@@ -203,6 +203,7 @@ def test_what_is_left_out_is_no_more_than_it_may_be(what, power, monkeypatch):
     assert all(last[0, 0, m] >= n for m in range(first[0, 0, n], n))
 
 
+@pytest.mark.slow
 def test_what_is_no_number_is_read_by_all_who_can_see_it(monkeypatch):
   q, k, v, end = make(1, 1, 1, 6, 64, 9.0)
   first, _ = found_visible(q, k.at[0, TILE + 5, 0, 3].set(jnp.nan), v, end, 2, monkeypatch)
@@ -354,6 +355,7 @@ def recorded(monkeypatch):
   return found
 
 
+@pytest.mark.slow
 def test_nothing_is_added_to_heads_without_a_state():
   case = Case(T=256, B=2, H=1, groups=2, d=32, dv=32, rotation="none", dtype="bfloat16", entry="attention")
   x, _ = comparing.inputs(case)
