@@ -192,7 +192,10 @@ def kernel_of(name, jaxpr):
 @pytest.mark.slow
 @pytest.mark.parametrize(("d", "rotation"), [(64, "none"), (64, "learned"), (32, "none"), (128, "none")])
 def test_what_another_warpgroup_is_told_of_has_been_committed(d, rotation):
-  """The backward kernel has no barriers but its own, and the interpreter does not see that products need a fence."""
+  """The backward kernel has no barriers but its own, and the interpreter does not see that products need a fence.
+
+  Nor is it seen here where nobody is told: of keys that are rounded before the first visit.
+  """
   function, x = gradients(Case(T=512, B=1, H=1, d=d, dv=d, rotation=rotation, dtype="bfloat16", entry="attention"))
   written, told = [], 0
   for equation in flattened(kernel_of("attention_backward", jax.make_jaxpr(function)(x).jaxpr)):

@@ -11,6 +11,7 @@ from csympow.forms import near
 from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
 from kernels_pallas.gpu.tiles import BLOCK, TILE
+from kernels_pallas.weights import LEAST
 from tests import comparing
 from tests.comparing import Case, cotangents, inputs
 from tests.test_kernels import attend
@@ -22,13 +23,13 @@ def test_heads_without_keys_and_keys_that_are_no_numbers_do_not_set_the_scale():
   np.testing.assert_array_equal(near.exponents(near.Tokens(k[:, :, :, None], k, k, G.hi, None)).top, [[1, 0, 1]])
 
 
-def test_tokens_as_given_have_the_scale_of_their_largest_number_and_of_zeros_the_least():
+def test_tokens_as_given_have_the_scale_of_their_largest_number_up_to_a_most_and_of_zeros_the_least():
   sizes = jnp.array([1.0, 0.0, 1.0, 2.0**120])
   k = (jnp.ones((1, BLOCK, 4, 32)) * sizes[:, None]).astype(jnp.bfloat16).at[:, 7, 2].set(jnp.nan)
   settings = Settings(2, BLOCK, TILE, TILE, "high", interpret=plgpu.InterpretGPUParams())
   tokens = near.Tokens(k[:, :, :, None], k, k, jnp.zeros((1, BLOCK, 4)), None)
   given, _ = near.operands(tokens, settings, with_state=False, save=True)
-  np.testing.assert_array_equal(given.keys.top, [[1, -125, 1, 110]])
+  np.testing.assert_array_equal(given.keys.top, [[1, LEAST, 1, near._MOST_AS_GIVEN]])
 
 
 def test_powers_of_two_are_exact():

@@ -223,6 +223,17 @@ def test_kernels_lower_inside_shard_map(entry, chunk):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  "case",
+  [case_of(T=256, d=128, groups=2, chunk_size=256), case_of(T=256, chunk_size=128), case_of(T=256, chunk_size=None)],
+  ids=str,
+)
+def test_kernels_lower_where_integers_have_64_bits(case):
+  with jax.enable_x64(True):
+    assert_lowers(*gradients(case), form_of(case))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [128, None])
 def test_kernels_lower_under_vmap(chunk):
   case = case_of(T=128, chunk_size=chunk)

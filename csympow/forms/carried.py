@@ -1,6 +1,6 @@
 """The chunked form by Pallas kernels for TPUs, p = 2: the same function as `chunked.attend`.
 
-A kernel carries the state from chunk to chunk in the chip's own memory, where features stand in the order of cyclic
+A kernel carries the state from chunk to chunk in the chip's own memory, where features stand by series of cyclic
 shifts: the same products of two coordinates as in `csympow.features`, in another order and without their weights.
 """
 
@@ -179,7 +179,7 @@ def _turned(x: _Joined, head_dim: int) -> Float[Array, "B ends H r"]:
 
 @functools.cache
 def _place(head_dim: int) -> np.ndarray:
-  """Where the product of two coordinates stands in the order of shifts."""
+  """Where the product of two coordinates stands in a kernel's state."""
   place = np.empty((head_dim, head_dim), np.int32)
   first, second = coordinates(head_dim)
   place[first, second] = place[second, first] = np.arange(len(first))

@@ -49,7 +49,7 @@ class Chunks(NamedTuple):
 class State(NamedTuple):
   """A state, or its cotangent, as the kernels carry it."""
 
-  S: Float[Array, "*lead D dv"]  # features in the order of shifts
+  S: Float[Array, "*lead D dv"]  # features by series of shifts: see `coordinates`
   Z: Float[Array, "*lead d d"]
 
 
@@ -153,7 +153,7 @@ def clear(ref: Any) -> None:
     ref[pl.ds(n * 8, 8)] = jnp.zeros((8, *ref.shape[1:]), ref.dtype)
     return none
 
-  lax.fori_loop(0, ref.shape[0] // 8, rows, None)
+  lax.fori_loop(jnp.int32(0), jnp.int32(ref.shape[0] // 8), rows, None)
 
 
 def begin(carried: "Carried", initial: tuple[Any, Any] | None, place: tuple[Any, ...]) -> None:
@@ -218,7 +218,8 @@ class Shifts(NamedTuple):
 
   def pieces(self, count: int) -> list["Shifts"]:
     """The same in so many pieces, or whole if it is the last shift."""
-    many = self.blocks // count
+    many, rest = divmod(self.blocks, count)
+    assert rest == 0
     return [self._replace(first=self.first + n * many, blocks=many) for n in range(count)] if many else [self]
 
   def series(self) -> list["Series"]:
@@ -274,6 +275,7 @@ class Shifts(NamedTuple):
     half = self.head_dim // 2
     if self.is_last:
       yield (x[n, :half] * x[n, half : 2 * half]).astype(jnp.bfloat16)
+      return
     for series in self.series():
       vectors, partners = (x[n, rows] for rows in series.windows())
       for one, others in series.by_block(vectors, partners):
@@ -283,7 +285,7 @@ class Shifts(NamedTuple):
     """Each product as often as it occurs in (q . k) ** 2."""
     if self.is_last:
       return 2.0 * state
-    row = lax.broadcasted_iota(jnp.int32, (state.shape[0], 1), 0)
+    row = self.first * BLOCK + lax.broadcasted_iota(jnp.int32, (state.shape[0], 1), 0)
     in_first_series = (row < self.head_dim // SUBLANES * BLOCK) & (self.turn == 0)
     square = in_first_series & (lax.rem(row, jnp.int32(BLOCK)) < SUBLANES)
     return jnp.where(square, 1.0, 2.0) * state
@@ -335,13 +337,15 @@ class Series(NamedTuple):
 def _added(total: Float[Array, "rows t"], first: int, x: Float[Array, "some t"]) -> Float[Array, "rows t"]:
   """The total with x added to some of its rows."""
   last = first + x.shape[0]
-  return jnp.concatenate([part for part in (total[:first], total[first:last] + x, total[last:]) if part.shape[0]])
+  before, after = [total[:first]] if first else [], [total[last:]] if last < total.shape[0] else []
+  return jnp.concatenate([*before, total[first:last] + x, *after])
 
 
 class Sums(NamedTuple):
   """What vectors get of the cotangents of their features: as the first of two coordinates, and as the shifted one.
 
-  Two arrays, for the compiler sees of a shift that is counted not that it is another place.
+  Two arrays, for of one the compiler cannot see that a shift, known only when it runs, never meets the plain rows. The
+  last shift's are all in the first.
   """
 
   plain: Any
@@ -371,7 +375,7 @@ def for_all_shifts(head_dim: int, visit: Callable[[Shifts], None]) -> None:
     visit(Shifts(n, 0, ROWS // BLOCK, head_dim))
     return none
 
-  lax.fori_loop(0, head_dim**2 // 2 // ROWS, turn, None)
+  lax.fori_loop(jnp.int32(0), jnp.int32(head_dim**2 // 2 // ROWS), turn, None)
   visit(Shifts(None, 0, 0, head_dim))
 
 
@@ -385,7 +389,7 @@ def for_all_groups(group: int, visit: Callable[[Any], None]) -> None:
       visit(g)
       return none
 
-    lax.fori_loop(0, group, turn, None)
+    lax.fori_loop(jnp.int32(0), jnp.int32(group), turn, None)
 
 
 def take_turns(*works: Iterator[None]) -> None:
