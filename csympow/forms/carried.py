@@ -20,7 +20,8 @@ from csympow.forms.memory import Memory
 from csympow.forms.near_tpu import time_first, vectors
 from csympow.forms.spans import Settings
 from kernels_pallas.tpu import chunked_backward, chunked_forward
-from kernels_pallas.tpu.shifts import Chunks, State, coordinates, on_chip
+from kernels_pallas.tpu.features import coordinates
+from kernels_pallas.tpu.shifts import Chunks, State, on_chip
 
 _STRETCHES = 8  # into which time is cut for the sums that gradients must come to, at most
 

@@ -22,7 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, BFloat16, Float
 
 from kernels_pallas.tpu import shifts
-from kernels_pallas.tpu.shifts import LANES, NT, Carried, Chunks, Shifts, State, dot, tile
+from kernels_pallas.tpu.features import Shifts, Sums, for_all_shifts
+from kernels_pallas.tpu.shifts import LANES, NT, Carried, Chunks, State, dot, tile
 
 _PIECES = 4  # of a turn's features, whose cotangents for two tiles are taken up while others' products are made
 
@@ -59,7 +60,7 @@ def queries(
     initial_refs = None if initial is None else (refs.pop(0), refs.pop(0))
     dq_ref, *kept_refs = (refs.pop(0) for _ in range(3))
     keys, queries, plain, shifted, cotangents, discounted, found = refs[3:]
-    carried, sums = Carried(*refs[:3]), shifts.Sums(plain, shifted)
+    carried, sums = Carried(*refs[:3]), Sums(plain, shifted)
     S, Z = carried[:2]
     *place, n = (pl.program_id(axis) for axis in range(3))
 
@@ -108,7 +109,7 @@ def queries(
         shifts.for_all_groups(group, lambda g: shifts.take_turns(reads(g)))
         shifts.take_turns(writes())
 
-    shifts.for_all_shifts(head_dim, visit)
+    for_all_shifts(head_dim, visit)
 
     def finish(g):
       for t in range(tiles):
@@ -131,7 +132,7 @@ def queries(
       *Carried.scratch(head_dim, value_dim),
       shifts.scratch_of_vectors(tiles, head_dim),
       shifts.scratch_of_vectors(group * tiles, head_dim),
-      *shifts.Sums.scratch(group * tiles, head_dim),
+      *Sums.scratch(group * tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
       pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
       pltpu.VMEM((shifts.ROWS, value_dim), jnp.bfloat16),
@@ -161,7 +162,7 @@ def keys(
     final_refs = None if final is None else (refs.pop(0), refs.pop(0))
     dq_ref, dk_ref, dv_ref, *kept_refs = (refs.pop(0) for _ in range(7))
     keys, queries, plain, shifted, cotangents, discounted, found, value_sums, *rooms = refs[3:]
-    carried, sums = Carried(*refs[:3]), shifts.Sums(plain, shifted)
+    carried, sums = Carried(*refs[:3]), Sums(plain, shifted)
     dS, dZ = carried[:2]
     *place, step = (pl.program_id(axis) for axis in range(3))
     n = count - 1 - step
@@ -225,7 +226,7 @@ def keys(
         dS[turn.rows] = dS[turn.rows] * decay
         shifts.for_all_groups(group, lambda g: shifts.take_turns(writes(g, None)))
 
-    shifts.for_all_shifts(head_dim, visit)
+    for_all_shifts(head_dim, visit)
     for t in range(tiles):
       dk_ref[0, 0, :, tile(t)] += sums.total(t)
       dv_ref[0, 0, :, tile(t)] += value_sums[t] * until_ref[0, 0, :, tile(t)]
@@ -262,7 +263,7 @@ def keys(
       *Carried.scratch(head_dim, value_dim),
       shifts.scratch_of_vectors(tiles, head_dim),
       shifts.scratch_of_vectors(group * tiles, head_dim),
-      *shifts.Sums.scratch(tiles, head_dim),
+      *Sums.scratch(tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
       pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
       pltpu.VMEM((shifts.ROWS, value_dim), jnp.bfloat16),

@@ -15,7 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from kernels_pallas.tpu import shifts
-from kernels_pallas.tpu.shifts import LANES, Carried, Chunks, Shifts, State, dot, tile
+from kernels_pallas.tpu.features import Shifts, for_all_shifts
+from kernels_pallas.tpu.shifts import LANES, Carried, Chunks, State, dot, tile
 from kernels_pallas.weights import SMALLEST
 
 
@@ -110,7 +111,7 @@ def forward(
 
       shifts.for_all_groups(group, read)
 
-    shifts.for_all_shifts(head_dim, visit)
+    for_all_shifts(head_dim, visit)
 
     def finish(g):
       normaliser = normaliser_ref[0, 0, g]
