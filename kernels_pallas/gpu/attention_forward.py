@@ -41,8 +41,8 @@ from kernels_pallas.gpu.tiles import (
   WGMMA,
   across,
   by_eights,
+  causal,
   down,
-  index,
   multiprocessors,
   place_in_ring,
   power_of_two,
@@ -244,8 +244,9 @@ def forward(
           free(k_freed, j)
           if block > 0:  # those products have come before the scores
             free(v_freed, j - 1)
-          weights = even_power(s, power)
-          # The barrier: ptxas is short of registers if sums wait for products to be under way.
+          # The barriers: ptxas is short of registers if sums, or scores for their squares, wait for products to be
+          # under way, and then it runs one product after another.
+          weights = lax.optimization_barrier(even_power(s, power))
           normaliser, weights = lax.optimization_barrier((normaliser + by_eights(weights), weights.astype(v.dtype)))
           wait_for_values(j)
           gather(sums, weights, j)
@@ -281,9 +282,7 @@ def forward(
         pull = plgpu.load(pull_smem.at[pl.ds(first_key, ROWS)], layout=WGMMA.reduce(0), optimized=False)
         exponent = down(gate, s.shape) - across(pull, s.shape)
         if masked:
-          # By tokens of the sequence, or what is the same for all places would be held in registers.
-          seen = index(s.shape, 1, token) <= index(s.shape, 0, token)
-          exponent = jnp.where(seen, exponent, -jnp.inf)
+          exponent = causal(exponent)
         weights = rounded(even_power(s, power) * jnp.exp2(exponent), v.dtype)
         wait_for_values(j)
         gather(sums, weights, j)

@@ -171,7 +171,19 @@ def square(ref: Any) -> Float[Array, "rows"]:
 
 def index(shape: tuple[int, int], axis: int, start: Int[Array, ""]) -> Int[Array, "rows columns"]:
   """The token of each row or column of a tile that starts at `start`."""
-  return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + start
+  along = plgpu.broadcasted_iota(jnp.int32, shape[axis : axis + 1], 0, layout=WGMMA.reduce(1 - axis)) + start
+  return down(along, shape) if axis == 0 else across(along, shape)
+
+
+def causal(x: Float[Array, "n n"]) -> Float[Array, "n n"]:
+  """-inf above the diagonal.
+
+  By how far each of 8 columns is from a row: of the number of every column ptxas holds all that a thread has in
+  registers, and spills them.
+  """
+  shape, zero = (x.shape[0], 8), jnp.int32(0)
+  below = index(shape, 0, zero) - index(shape, 1, zero)
+  return jnp.concatenate([jnp.where(below >= n, x[:, n : n + 8], -jnp.inf) for n in range(0, x.shape[1], 8)], axis=1)
 
 
 def rounded(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
