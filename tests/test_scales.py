@@ -35,6 +35,7 @@ def test_tokens_as_given_have_the_scale_of_their_largest_number_up_to_a_most_and
 def test_powers_of_two_are_exact():
   exponents = np.arange(-126, 128)
   np.testing.assert_array_equal(near.power_of_two(jnp.array(exponents))[:, 0], 2.0**exponents)
+  np.testing.assert_array_equal(near.power_of_two(jnp.array([-1000, -127, 128, 1000]))[:, 0], [0, 0, np.inf, np.inf])
 
 
 # Of queries and of keys, in exponents of 2.

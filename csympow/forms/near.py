@@ -430,8 +430,12 @@ def rounded(x: Array, bits: tuple[int, int]) -> Array:
 
 
 def power_of_two(exponent: Int[Array, "*lead"]) -> Float[Array, "*lead 1"]:
-  """2 to the exponent, to the last bit, with an axis to multiply vectors by."""
-  return jnp.ldexp(jnp.float32(1), exponent)[..., None]
+  """2 to the exponent, to the last bit, with an axis to multiply vectors by: 0 and inf beyond normal numbers.
+
+  Of its bits, for what takes longer XLA would not do where it is needed, but in a launch of its own.
+  """
+  biased = jnp.clip(exponent + 127, 0, 255).astype(jnp.int32)
+  return lax.bitcast_convert_type(biased << 23, jnp.float32)[..., None]
 
 
 def _largest(x: Float[Array, "*lead d"]) -> Float[Array, "*lead"]:

@@ -1,0 +1,35 @@
+"""What benchmarks/gpu_static.py reads from what ptxas and nvdisasm print."""
+
+from benchmarks.gpu_static import Kernel, longest_loop, read
+
+REPORT = """ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...
+ptxas info    : Function properties for attention_forward_mosaic_gpu_kernel
+    152 bytes stack frame, 140 bytes spill stores, 152 bytes spill loads
+ptxas info    : Used 96 registers, used 16 barriers, 152 bytes cumulative stack size, 1 bytes smem
+"""
+PROGRAM = """
+   -:-:-:Y:01        /*0000*/                   S2R R7, SR_TID.X
+.L_x_1:
+   -:-:-:Y:01        /*0010*/                   FMUL R1, R1, R1
+.L_x_2:
+   -:-:-:Y:01        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR10], R7
+   -:-:-:Y:01        /*0030*/              @!P1 BRA `(.L_x_4)
+.L_x_3:
+   -:-:-:Y:01        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0
+   -:-:-:Y:05        /*0050*/               @P1 BRA `(.L_x_2)
+   -:-:-:Y:05        /*0060*/               @P0 BRA `(.L_x_1)
+   -:-:-:Y:05        /*0070*/                   EXIT
+.L_x_4:
+   -:-:-:Y:05        /*0080*/                   BRA `(.L_x_3)
+.L_x_5:
+   -:-:-:Y:05        /*0090*/                   BRA `(.L_x_5)
+"""
+
+
+def test_registers_spills_products_in_a_row_and_the_innermost_loop_with_products_are_read():
+  assert read(REPORT, PROGRAM) == Kernel(registers=96, spilled=140, in_a_row=True, loop=4)
+
+
+def test_a_program_may_have_no_loop_with_products():
+  assert longest_loop(PROGRAM.replace("HGMMA", "HMUL2")) is None
+  assert not read(REPORT.replace("C7512", "C7519"), PROGRAM).in_a_row
