@@ -1,17 +1,20 @@
 """Compiles the op for Hopper, on a host that need not have a GPU, and reads what ptxas says of every kernel.
 
-    pip install jax-cuda13-plugin==0.11.2 nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
-    JAX_PLATFORMS=cpu python benchmarks/gpu_static.py --lengths=1024,4096 --powers=2,4
+    pip install jax-cuda13-plugin==0.11.2 nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm   # jax's own version
+    JAX_PLATFORMS=cpu python benchmarks/gpu_static.py --lengths=1024,4096,16384 --powers=2,4
+    JAX_PLATFORMS=cpu python benchmarks/gpu_static.py --lengths=16384 --dims=32,128
     JAX_PLATFORMS=cpu python benchmarks/gpu_static.py --form=chunked --lengths=65536 --rotated
 
-65,536 tokens at every length, 12 heads, bf16, gated, with gradients. Printed for each kernel: the registers of a thread
-that it starts with; bytes spilled, for which shared memory leaves the first cache hardly any room; whether ptxas, short
-of registers, runs one matrix product after another (C7512); the instructions of the longest loop with products in it.
-Kernels of one name that came out alike are named once. These are counts of what the compiler wrote: nothing is timed.
+65,536 tokens at every length, or one sequence of more, 12 heads, bf16, gated, with gradients. Printed for each kernel:
+the registers of a thread that it starts with; bytes spilled, for which shared memory leaves the first cache hardly any
+room; whether ptxas runs one matrix product after another (C7512 if for want of registers); the instructions of each
+innermost loop with products, in the program's order, however often it is run. Kernels of one name that came out alike
+are named once. These are counts of what the compiler wrote: nothing is timed.
 """
 
 import argparse
 import importlib.util
+import itertools
 import os
 import re
 import tempfile
@@ -51,12 +54,13 @@ class Kernel(NamedTuple):
   registers: int
   spilled: int  # bytes
   in_a_row: bool  # its matrix products
-  loop: int | None  # instructions of the longest innermost loop with matrix products
+  loops: tuple[int, ...]  # instructions of each innermost one with matrix products
 
 
-def compiled(length: int, power: int, head_dim: int, form: str, rotated: bool, directory: Path) -> None:
+def compile_call(length: int, power: int, head_dim: int, form: str, rotated: bool, directory: Path) -> None:
   """Compiles a call and its gradients; Mosaic leaves what ptxas wrote in the directory."""
-  os.environ["MOSAIC_GPU_DUMP_TO"] = str(directory)
+  os.environ |= {"MOSAIC_GPU_DUMP_TO": str(directory), "MOSAIC_GPU_DUMP_PTXAS": "1"}
+  cost.platform = lambda: "gpu"
   device = topologies.get_topology_desc(platform="cuda", target_config=_CHIP, topology="1x1x1").devices[0]
   lead, place = (max(1, TOKENS // length), length, HEADS), SingleDeviceSharding(device)
   vector = jax.ShapeDtypeStruct((*lead, head_dim), jnp.bfloat16, sharding=place)
@@ -76,13 +80,15 @@ def compiled(length: int, power: int, head_dim: int, form: str, rotated: bool, d
 def read(report: str, program: str) -> Kernel:
   """From ptxas's report and the program as nvdisasm prints it."""
   registers, spilled = re.search(r"Used (\d+) registers", report), re.search(r"(\d+) bytes spill stores", report)
-  assert registers is not None
-  assert spilled is not None
-  return Kernel(int(registers[1]), int(spilled[1]), "C7512" in report, longest_loop(program))
+  if registers is None or spilled is None:
+    raise ValueError(
+      "ptxas's report does not say what is spilled, or how many registers are used: is it another version?"
+    )
+  return Kernel(int(registers[1]), int(spilled[1]), "instructions are serialized" in report, inner_loops(program))
 
 
-def longest_loop(program: str) -> int | None:
-  """How many instructions: of all loops with matrix products that have no such loop inside."""
+def inner_loops(program: str) -> tuple[int, ...]:
+  """The instructions of every loop with matrix products that has no such loop inside."""
   labels: dict[str, int] = {}
   instructions: list[str] = []
   for line in program.splitlines():
@@ -99,7 +105,7 @@ def longest_loop(program: str) -> int | None:
   # What a wait does that has to is written after the program's end, and jumps back: that is no loop.
   loops = [loop for loop in loops if has(loop, "GMMA") and not has(loop, "EXIT")]
   inner = [x for x in loops if not any(y != x and y.start >= x.start and y.stop <= x.stop for y in loops)]
-  return max(map(len, inner), default=None)
+  return tuple(map(len, inner))
 
 
 def kernels(directory: Path) -> dict[str, Kernel]:
@@ -107,36 +113,42 @@ def kernels(directory: Path) -> dict[str, Kernel]:
   found: dict[str, Kernel] = {}
   for report in sorted(directory.glob("*.ptxas"), key=lambda path: int(path.stem.rsplit("_", 1)[1])):
     kernel = read(report.read_text(), report.with_suffix(".sass_ctrl").read_text())
-    name = report.stem.rsplit("_", 1)[0]
+    name, number = report.stem.rsplit("_", 1)
     if kernel not in [other for key, other in found.items() if key.split(" ")[0] == name]:
-      found[name if name not in found else f"{name} {report.stem.rsplit('_', 1)[1]}"] = kernel
+      found[name if name not in found else f"{name} {number}"] = kernel
+  return found
+
+
+def numbers(text: str) -> list[int]:
+  """Positive ones, between commas."""
+  found = [int(x) for x in text.split(",")]
+  if min(found) < 1:
+    raise ValueError
   return found
 
 
 def main() -> None:
   """Prints a line for each kernel of each call."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  numbers = {"type": lambda text: [int(x) for x in text.split(",")]}
-  parser.add_argument("--lengths", default=[4096], **numbers)
-  parser.add_argument("--powers", default=[2], **numbers)
-  parser.add_argument("--dims", default=[64], **numbers)
+  parser.add_argument("--lengths", default=[4096], type=numbers)
+  parser.add_argument("--powers", default=[2], type=numbers)
+  parser.add_argument("--dims", default=[64], type=numbers)
   parser.add_argument("--form", default="attention", choices=["attention", "chunked"])
   parser.add_argument("--rotated", action="store_true")
   flags = parser.parse_args()
   if not all(map(importlib.util.find_spec, ("jax_plugins", "jax_plugins.xla_cuda13"))):
     parser.error("jax's plugin for CUDA 13 is not installed: see --help")
-  os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-  cost.platform = lambda: "gpu"
-  line = "{:>9} {:>3} {:>4}  {:24} {:>9} {:>8} {:>9} {:>6}"
-  print(line.format("T", "p", "d", "kernel", "registers", "spilled", "in a row", "loop"))
-  for length in flags.lengths:
-    for power in flags.powers:
-      for head_dim in flags.dims:
-        with tempfile.TemporaryDirectory() as directory:
-          compiled(length, power, head_dim, flags.form, flags.rotated, Path(directory))
-          for name, x in kernels(Path(directory)).items():
-            shown = ["yes" if x.in_a_row else "", x.loop or ""]
-            print(line.format(f"{length:,}", power, head_dim, name, x.registers, x.spilled, *shown), flush=True)
+  line = "{:>9} {:>3} {:>4}  {:24} {:>9} {:>8} {:>9}  {}"
+  print(line.format("T", "p", "d", "kernel", "registers", "spilled", "in a row", "loops"))
+  for length, power, head_dim in itertools.product(flags.lengths, flags.powers, flags.dims):
+    with tempfile.TemporaryDirectory() as directory:
+      compile_call(length, power, head_dim, flags.form, flags.rotated, Path(directory))
+      found = kernels(Path(directory))
+      if not found:
+        parser.exit(1, "Mosaic left no reports: are ptxas and nvdisasm installed? See --help\n")
+      for name, x in found.items():
+        shown = ["yes" if x.in_a_row else "", ", ".join(map(str, x.loops))]
+        print(line.format(f"{length:,}", power, head_dim, name, x.registers, x.spilled, *shown), flush=True)
 
 
 if __name__ == "__main__":

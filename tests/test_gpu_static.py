@@ -1,6 +1,6 @@
 """What benchmarks/gpu_static.py reads from what ptxas and nvdisasm print."""
 
-from benchmarks.gpu_static import Kernel, longest_loop, read
+from benchmarks.gpu_static import Kernel, inner_loops, kernels, read
 
 REPORT = """ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...
 ptxas info    : Function properties for attention_forward_mosaic_gpu_kernel
@@ -26,10 +26,21 @@ PROGRAM = """
 """
 
 
-def test_registers_spills_products_in_a_row_and_the_innermost_loop_with_products_are_read():
-  assert read(REPORT, PROGRAM) == Kernel(registers=96, spilled=140, in_a_row=True, loop=4)
+def test_registers_spills_products_in_a_row_and_innermost_loops_with_products_are_read():
+  assert read(REPORT, PROGRAM) == Kernel(registers=96, spilled=140, in_a_row=True, loops=(4,))
+  assert not read(REPORT.split("\n", 1)[1], PROGRAM).in_a_row
 
 
 def test_a_program_may_have_no_loop_with_products():
-  assert longest_loop(PROGRAM.replace("HGMMA", "HMUL2")) is None
-  assert not read(REPORT.replace("C7512", "C7519"), PROGRAM).in_a_row
+  assert inner_loops(PROGRAM.replace("HGMMA", "HMUL2")) == ()
+
+
+def test_kernels_come_in_their_order_and_those_of_a_name_that_are_alike_once(tmp_path):
+  for name, spilled in (("reach_10", 0), ("copies_9", 0), ("copies_2", 4), ("copies_3", 4)):
+    (tmp_path / f"{name}.ptxas").write_text(REPORT.replace("140 bytes spill", f"{spilled} bytes spill"))
+    (tmp_path / f"{name}.sass_ctrl").write_text(PROGRAM)
+  assert {name: kernel.spilled for name, kernel in kernels(tmp_path).items()} == {
+    "copies": 4,
+    "copies 9": 0,
+    "reach": 0,
+  }

@@ -432,9 +432,9 @@ def rounded(x: Array, bits: tuple[int, int]) -> Array:
 def power_of_two(exponent: Int[Array, "*lead"]) -> Float[Array, "*lead 1"]:
   """2 to the exponent, to the last bit, with an axis to multiply vectors by: 0 and inf beyond normal numbers.
 
-  Of its bits, for what takes longer XLA would not do where it is needed, but in a launch of its own.
+  Made of its bits: a longer computation XLA would put in a launch of its own.
   """
-  biased = jnp.clip(exponent + 127, 0, 255).astype(jnp.int32)
+  biased = jnp.clip(exponent.astype(jnp.int32) + 127, 0, 255)
   return lax.bitcast_convert_type(biased << 23, jnp.float32)[..., None]
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from kernels_pallas.weights import LEAST, MOST
 
@@ -148,12 +148,12 @@ def by_coordinate(ref: Any, part: Any) -> Float[Array, "columns"]:
   return numbers
 
 
-def across(x: Float[Array, "columns"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
+def across(x: Num[Array, "columns"], shape: tuple[int, ...]) -> Num[Array, "rows columns"]:
   """A vector over columns, repeated for every row."""
   return lax.broadcast_in_dim(x, shape, [1])
 
 
-def down(x: Float[Array, "rows"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
+def down(x: Num[Array, "rows"], shape: tuple[int, ...]) -> Num[Array, "rows columns"]:
   """A vector over rows, repeated for every column."""
   return lax.broadcast_in_dim(x, shape, [0])
 
