@@ -55,7 +55,9 @@ def test_gradients_are_right_at_every_size_of_keys(power, size):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["q", "k", "v", "log_gate", "beta"])
+@pytest.mark.parametrize(
+  "name", ["q", "v", "log_gate", *(pytest.param(x, marks=pytest.mark.slow) for x in ("k", "beta"))]
+)
 def test_a_nan_is_not_hidden(form, name):
   q, k, v, _ = tensors()
   x = {"q": q, "k": k, "v": v, "log_gate": jnp.zeros((B, T, H)) - 0.1, "beta": jnp.ones((B, T, H))}

@@ -146,7 +146,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "damage", ["flip", "remove", *(pytest.param(x, marks=pytest.mark.slow) for x in ("truncate", "manifest"))]
+  "damage", ["flip", *(pytest.param(x, marks=pytest.mark.slow) for x in ("remove", "truncate", "manifest"))]
 )
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_path, damage):
   workdir = tmp_path / "run"
