@@ -193,5 +193,5 @@ def _in_kernels_scale(normaliser: Float[Array, "B H g T 1"], x: Any, power: int)
 
 
 def _scale(x: Any, power: int) -> Float[Array, "B H g T 1"]:
-  """What the kernels' weights were divided by: 0 if that is no normal number, as are such weights beside a state."""
+  """What the kernels' weights were divided by; 0 where that would be too small for a normal number."""
   return heads_first(near.power_of_two(power * (x.q_exponent + x.top[:, None, :, None])))

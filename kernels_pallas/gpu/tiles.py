@@ -170,7 +170,10 @@ def square(ref: Any) -> Float[Array, "rows"]:
 
 
 def index(shape: tuple[int, int], axis: int, start: Int[Array, ""]) -> Int[Array, "rows columns"]:
-  """The token of each row or column of a tile that starts at `start`."""
+  """The token of each row or column of a tile that starts at `start`.
+
+  From one number for each, not for each pair of them, of which the compiler would hold more in registers.
+  """
   along = plgpu.broadcasted_iota(jnp.int32, shape[axis : axis + 1], 0, layout=WGMMA.reduce(1 - axis)) + start
   return down(along, shape) if axis == 0 else across(along, shape)
 
@@ -178,8 +181,8 @@ def index(shape: tuple[int, int], axis: int, start: Int[Array, ""]) -> Int[Array
 def causal(x: Float[Array, "n n"]) -> Float[Array, "n n"]:
   """-inf above the diagonal.
 
-  By how far each of 8 columns is from a row: of the number of every column ptxas holds all that a thread has in
-  registers, and spills them.
+  Of 8 columns a thread has four differences of row and column, which are compared with constants. The numbers of all
+  its columns would be the same in every place, so the compiler would compute them once, and spill them.
   """
   shape, zero = (x.shape[0], 8), jnp.int32(0)
   below = index(shape, 0, zero) - index(shape, 1, zero)
