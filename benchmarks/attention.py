@@ -7,8 +7,9 @@
 another, `--offset=3,11` for heads that differ). The time is that of the whole call, preparation included: the median
 over groups of launches. Each line gives both times of both, cuDNN's over ours (above 1 is faster than cuDNN), and for
 the attention form the products' rate as a share of what an 8192 x 8192 x 8192 product of bf16 matrices reaches (of all
-pairs of tokens: where tiles are left out that gates have faded, it can be above 1). A form is compared with XLA's in
-float32 at a short length before it is timed.
+pairs of tokens: where tiles are left out that gates have faded, it can be above 1). With `--rotated` a last column has
+cuDNN with the usual rotary embedding of queries and keys before it, by XLA, and its times over ours. A form is compared
+with XLA's in float32 at a short length before it is timed.
 """
 
 import argparse
@@ -23,8 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import csympow
+from csympow import rotation
 
 LINE = "{:>9} {:>3} {:>4} {:>18} {:>18} {:>13} {:>22}"
+ROTATED_LINE = LINE + " {:>34}"
 
 
 def inputs(batch: int, length: int, heads: int, dim: int, offsets: list[float], spread: float):
@@ -51,6 +54,12 @@ def power_attention(power: int, form: str, rotated: bool, implementation: str | 
 def softmax_attention(q, k, v, log_gate, beta):
   del log_gate, beta
   return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def rotated_softmax_attention(q, k, v, log_gate, beta):
+  rates = csympow.rotary_rates(q.shape[-1], 65_536) / (2 * jnp.pi)
+  turns = (jnp.arange(q.shape[1])[:, None] * rates)[:, None]
+  return softmax_attention(rotation.rotate(q, turns), rotation.rotate(k, turns), v, log_gate, beta)
 
 
 def with_backward(function):
@@ -99,6 +108,14 @@ def check(power: int, form: str, dim: int, rotated: bool, implementation: str | 
   # Short, as the attention form has a way of its own for, and long enough for forgetting to count in heads of 64.
   both = [errors(length) for length in ((1000, 4600) if form == "attention" else (4600,))]
   return max(error for error, _ in both), max(error for _, error in both)
+
+
+def both(numbers: list[float], how: str = ".3f") -> str:
+  return " / ".join(f"{x:{how}}" for x in numbers)
+
+
+def over(theirs: list[float], ours: list[float]) -> list[float]:
+  return [a / b for a, b in zip(theirs, ours, strict=True)]
 
 
 def ceiling(groups: int) -> float:
@@ -171,38 +188,42 @@ def main() -> None:
   for length in lengths:
     for dim in dims:
       shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.eval_shape(functools.partial(made, length, dim))]
-      functions = {None: softmax_attention}
+      functions = {"softmax": softmax_attention}
+      if args.rotated:
+        functions["rotated softmax"] = rotated_softmax_attention
       functions |= {power: power_attention(power, args.form, args.rotated, implementation) for power in powers}
-      for power, function in functions.items():
-        programs.add((length, dim, power, "forward"), function, shapes[:-1])
-        programs.add((length, dim, power, "both"), with_backward(function), shapes)
+      for name, function in functions.items():
+        programs.add((length, dim, name, "forward"), function, shapes[:-1])
+        programs.add((length, dim, name, "both"), with_backward(function), shapes)
   programs.settle()
-  print(LINE.format("T", "p", "d", "cuDNN ms f / f+b", "ours ms f / f+b", "ratio f / f+b", "of the ceiling f / f+b"))
+  titles = ["T", "p", "d", "cuDNN ms f / f+b", "ours ms f / f+b", "ratio f / f+b", "of the ceiling f / f+b"]
+  line = ROTATED_LINE if args.rotated else LINE
+  print(line.format(*titles, "rotated cuDNN ms f / f+b, ratio"))
   rows = []
   for length in lengths:
     for dim in dims:
       arrays = made(length, dim)
 
-      def timed(power, length=length, dim=dim, arrays=arrays) -> list[float]:
-        forward, both = (programs[length, dim, power, what] for what in ("forward", "both"))
+      def timed(name, length=length, dim=dim, arrays=arrays) -> list[float]:
+        forward, with_gradients = (programs[length, dim, name, what] for what in ("forward", "both"))
         return [
           milliseconds(forward, *arrays[:-1], groups=args.groups),
-          milliseconds(both, *arrays, groups=args.groups),
+          milliseconds(with_gradients, *arrays, groups=args.groups),
         ]
 
-      softmax = timed(None)
+      softmax = timed("softmax")
+      rotated = timed("rotated softmax") if args.rotated else None
       for power in powers:
         times = timed(power)
-        ratios = [a / b for a, b in zip(softmax, times, strict=True)]
         shares = []
         if args.form == "attention":  # whose products alone are two, and seven with the backward pass
           product = 2 * arrays[0].size * length / 2 * 1e3 / peak
           shares = [2 * product / times[0], 7 * product / times[1]]
-        cells = [f"{a:{f}} / {b:{f}}" for (a, b), f in ((softmax, ".3f"), (times, ".3f"), (ratios, ".2f"))]
-        cells.append(" / ".join(f"{share:.0%}" for share in shares))
-        print(LINE.format(f"{length:,}", power, dim, *cells), flush=True)
+        cells = [both(softmax), both(times), both(over(softmax, times), ".2f"), both(shares, ".0%")]
+        cells.append("" if rotated is None else f"{both(rotated)}, {both(over(rotated, times), '.2f')}")
+        print(line.format(f"{length:,}", power, dim, *cells), flush=True)
         row = {"T": length, "power": power, "dim": dim, "cudnn_ms": softmax, "ms": times, "share_of_ceiling": shares}
-        rows.append(row)
+        rows.append(row | ({} if rotated is None else {"rotated_cudnn_ms": rotated}))
   if args.out:
     args.out.write_text(
       json.dumps({"device": device.device_kind, "jax": jax.__version__, **vars(args), "rows": rows}, default=str)

@@ -1,16 +1,21 @@
 """Rotations inside the Hopper kernels, whose angles are multiplied out there and never written to memory.
 
-A rotation takes a vector, and the vector with every pair of coordinates turned by a quarter: its product with a matrix
-of ones and minus ones, which is exact.
+A rotation takes a vector, and the vector with every pair of coordinates turned by a quarter. Both coordinates of a pair
+are in one thread.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir.dialects import arith, vector
 from jaxtyping import Array, Float
 
-from kernels_pallas.gpu.tiles import ROWS, WIDTH, TokenTile, across, by_coordinate, down
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, WIDTH, TokenTile, across, by_coordinate, down
 
 _WHOLE = 1.5 * 2**24  # added to a number and taken away again it leaves a whole one, whatever the number
 
@@ -64,6 +69,33 @@ def radians(angles: Any, at: Along, tile: TokenTile, part: Any) -> Float[Array, 
   return (part_of_turn + (since * of_cycles + rest * (cycles + of_cycles) + first)) * (2 * np.pi)
 
 
-def quarter_turn() -> np.ndarray:
-  """Times it, every pair (x, y) of WIDTH coordinates is (-y, x)."""
-  return np.kron(np.eye(WIDTH // 2), np.array([[0, 1], [-1, 0]]))
+def cosine_and_sine(
+  angle: Float[Array, "rows columns"], interpret: Any
+) -> tuple[Float[Array, "rows columns"], Float[Array, "rows columns"]]:
+  """Of angles that are the same for both coordinates of a pair, and computed once."""
+  angle = _pairwise(angle, lambda x, _: (x, x), interpret)
+  return jnp.cos(angle), jnp.sin(angle)
+
+
+def quarter_turned(x: Float[Array, "rows columns"], interpret: Any) -> Float[Array, "rows columns"]:
+  """Every pair (x, y) of coordinates as (-y, x)."""
+  return _pairwise(x, lambda x, y: (-y if interpret is not None else arith.negf(y), x), interpret)
+
+
+def _pairwise(
+  x: Float[Array, "rows columns"], function: Callable[..., tuple[Any, Any]], interpret: Any
+) -> Float[Array, "rows columns"]:
+  """A function of every pair of columns, of which a thread holds both, in one register of the layout."""
+  if interpret is not None:
+    return jnp.stack(function(x[:, ::2], x[:, 1::2]), axis=-1).reshape(x.shape)
+
+  # Pallas itself has nothing that moves columns.
+  @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, WGMMA))
+  def of_registers(_: Any, x: Any) -> Any:
+    found = np.empty_like(x.registers)
+    for place, pair in np.ndenumerate(x.registers):
+      found[place] = vector.from_elements(pair.type, function(*(vector.extract(pair, [], [n]) for n in range(2))))
+    return mgpu.FragmentedArray(_registers=found, _layout=x.layout, _is_signed=None)
+
+  result: Array = of_registers(x)
+  return result

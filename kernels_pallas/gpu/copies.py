@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.gpu.angles import Angles, along, quarter_turn, radians
+from kernels_pallas.gpu.angles import Angles, along, cosine_and_sine, quarter_turned, radians
 from kernels_pallas.gpu.tiles import (
   ROWS,
   WGMMA,
@@ -51,7 +51,6 @@ class _Given(NamedTuple):
   factors: tuple[Any, ...]  # of the copies
   scale: Any
   angles: Any
-  quarter_turn: Any
   only: Any
   after: Any
 
@@ -90,7 +89,7 @@ def copies(
   def kernel(x_ref, *refs):
     given = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + len(results)], refs[len(leaves) + len(results) :]
-    all_of_x, quarter_turn_smem, filled, quarter_turn_filled = scratch[0], scratch[1], scratch[-2], scratch[-1]
+    all_of_x, filled = scratch[0], scratch[-1]
     first = TokenTile.of_block(tiles, heads, group, several)
     many = jnp.int32(several) if only is None else several * given.only[first.b, first.head]
 
@@ -107,13 +106,11 @@ def copies(
     @pl.when(many > 0)
     def _():
       fetch(jnp.int32(0))
-      if angles is not None:
-        plgpu.copy_gmem_to_smem(given.quarter_turn, quarter_turn_smem, quarter_turn_filled)
       lax.fori_loop(0, many, copy_one, None)
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   def copy_tile(given, outputs, scratch, first, n):
-    all_of_x, quarter_turn_smem, *out_smem, filled, quarter_turn_filled = scratch
+    all_of_x, *out_smem, filled = scratch
     slot, tile = place_in_ring(n, slots), first.later(n)
     x_smem, b, head, at = all_of_x.at[slot], tile.b, tile.head, tile.rows
     # While x is on its way.
@@ -121,28 +118,18 @@ def copies(
     scales = None if scale is None else tile.by_token(given.scale.at[b, head])
     turns: Any = None if angles is None else along(given.angles, tile, parts)
     plgpu.barrier_wait(filled.at[slot])
-    if angles is not None:
-      pl.when(n == 0)(lambda: plgpu.barrier_wait(quarter_turn_filled))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for copies of the tile before
     if room is not None:
       scales, exponent = power_of_two(largest(x_smem), room)
       outputs[-1][b, head, at] = exponent
 
     def work(part):
-      def rotated(turned):
-        plgpu.wgmma(turned, x_smem.at[part], quarter_turn_smem)
-        angle = radians(given.angles, turns, tile, part)
-        unturned = scaled(plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32)) * jnp.cos(angle)
-        plgpu.wgmma_wait(0)
-        return unturned + scaled(turned[...]) * jnp.sin(angle)
-
-      def scaled(x):
-        return x if scales is None else x * down(scales, shape)
-
-      if angles is None:
-        exact = scaled(plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32))
-      else:
-        exact = pl.run_scoped(rotated, plgpu.ACC(shape, f32))
+      exact = plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
+      if scales is not None:
+        exact = exact * down(scales, shape)
+      if angles is not None:
+        cosine, sine = cosine_and_sine(radians(given.angles, turns, tile, part), interpret)
+        exact = exact * cosine + quarter_turned(exact, interpret) * sine
       if not exact_already:
         exact = exact.astype(jnp.float16).astype(f32)
       for copy, factor, smem in zip(wanted, factors, out_smem, strict=True):
@@ -158,8 +145,7 @@ def copies(
         to = out.at[b, head, columns(part), at] if copy.time_last else tile.part(out, part)
         plgpu.copy_smem_to_gmem(smem.at[part], to)
 
-  turning = None if angles is None else jnp.asarray(quarter_turn(), x.dtype)
-  arguments = _Given(tuple(copy.factor for copy in wanted), scale, angles, turning, only, after)
+  arguments = _Given(tuple(copy.factor for copy in wanted), scale, angles, only, after)
   leaves, structure = jax.tree.flatten(arguments)
   results = [
     jax.ShapeDtypeStruct((batch, heads, head_dim, time) if copy.time_last else x.shape, copy.dtype) for copy in wanted
@@ -171,10 +157,8 @@ def copies(
     out_type=results,
     scratch_types=[
       shared((slots, parts, *shape), x.dtype),
-      plgpu.SMEM((1,), f32) if angles is None else shared((WIDTH, WIDTH), x.dtype),
       *(shared((parts, *(shape[::-1] if copy.time_last else shape)), copy.dtype) for copy in wanted),
       plgpu.Barrier(num_arrivals=parts, num_barriers=slots),
-      plgpu.Barrier(num_arrivals=1),
     ],
     grid=(batch * (tiles // several) * heads,),
     grid_names=("block",),

@@ -4,8 +4,6 @@
     pulled_i  = x_i . dx_i                       x rounded to bfloat16, as the products that made dx had it
     turned_i  = speed . (x_i turned by a quarter) dx_i
 
-What is turned of dx is two bfloat16s.
-
 A block of the grid is one warpgroup with 64 tokens of a head, which takes a few coordinates after another; where there
 are many, with a few such tiles, of which the next one comes meanwhile. Results lie where the vectors were.
 """
@@ -21,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.gpu.angles import Angles, along, quarter_turn, radians
+from kernels_pallas.gpu.angles import Angles, along, cosine_and_sine, quarter_turned, radians
 from kernels_pallas.gpu.tiles import (
   ROWS,
   WGMMA,
@@ -56,7 +54,6 @@ class WithoutState(NamedTuple):
 class _Rotation(NamedTuple):
   angles: Any
   speed: Any
-  turning: Any  # a quarter turn
 
 
 def gradients(
@@ -89,7 +86,7 @@ def gradients(
     by_pairs: Any
     rotation, by_pairs, unit_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + 1 + sums], refs[len(leaves) + 1 + sums :]
-    (x_smem, out_smem), (dx_smem, halves_smem), sums_smem, turning_smem, filled, turning_filled = scratch
+    (x_smem, out_smem), dx_smem, sums_smem, filled = scratch
     first = TokenTile.of_block(tiles, heads, group, several)
 
     def fetch(n):
@@ -115,34 +112,19 @@ def gradients(
       turns: Any = None if rotation is None else along(rotation.angles, tile)
       over = None if unit is None else 1.0 / unit_ref[b, tile.source]
       plgpu.barrier_wait(filled.at[slot])
-      if rotation is not None:
-        pl.when(n == 0)(lambda: plgpu.barrier_wait(turning_filled))
 
       def work(part, so_far):
-        halves = halves_smem.at[slot, part]
-
-        def unrotated(turned):
-          """And the torque: what is turned of dx instead of x, with the other sign."""
-          high = rounded(dx, bf16)
-          halves[0] = high
-          halves[1] = (dx - high.astype(f32)).astype(bf16)
-          plgpu.commit_smem()
-          for half in range(2):
-            plgpu.wgmma(turned, halves.at[half], turning_smem)
-          angle = radians(rotation.angles, turns, tile, part)
-          unturned = dx * jnp.cos(angle)
-          plgpu.wgmma_wait(0)
-          torque = exact.astype(f32) * turned[...] * across(by_coordinate(rotation.speed, part), shape)
-          return unturned - turned[...] * jnp.sin(angle), -torque.sum(axis=1)
-
         x = plgpu.load(x_smem.at[slot, part], layout=WGMMA, optimized=False).astype(f32)
         dx = plgpu.load(dx_smem.at[slot, part], layout=WGMMA, optimized=False).astype(f32)
         exact, given = rounded(x, bf16), dx
         found = [((exact.astype(f32) if over is None else exact.astype(f32) * over) * dx).sum(axis=1)]
         plgpu.commit_smem()  # all have read it: what comes next may lie there
-        if rotation is not None:
-          given, turned = pl.run_scoped(unrotated, plgpu.ACC(shape, f32))
-          found.append(turned)
+        if rotation is not None:  # and the torque: what is turned of dx instead of x, with the other sign
+          cosine, sine = cosine_and_sine(radians(rotation.angles, turns, tile, part), interpret)
+          across_dx = quarter_turned(dx, interpret)
+          given = dx * cosine - across_dx * sine
+          speeds = across(by_coordinate(rotation.speed, part), shape)
+          found.append(-(exact.astype(f32) * across_dx * speeds).sum(axis=1))
         out_smem[slot, part] = (given * down(factors, shape)).astype(dtype)
 
         @pl.when((part == 0) & (n + 1 < several))
@@ -164,18 +146,12 @@ def gradients(
       return none
 
     fetch(jnp.int32(0))
-    if rotation is not None:
-      plgpu.copy_gmem_to_smem(rotation.turning, turning_smem, turning_filled)
     lax.fori_loop(0, jnp.int32(several), take, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-  rotation = None
-  if angles is not None:
-    rotation = _Rotation(angles, speed, jnp.asarray(quarter_turn(), bf16))
+  rotation = None if angles is None else _Rotation(angles, speed)
   leaves, structure = jax.tree.flatten((rotation, without_state, unit))
-  unused = plgpu.SMEM((1,), f32)
   x_memory, dx_memory, out_memory = (shared((slots, parts, *shape), kind) for kind in (x.dtype, dx.dtype, dtype))
-  halves_memory = shared((slots, parts, 2, *shape), bf16)
   # The interpreter would see races in what lies where something else was.
   in_place = interpret is None
   found = plgpu.kernel(
@@ -183,11 +159,9 @@ def gradients(
     out_type=[jax.ShapeDtypeStruct(x.shape, dtype), *[jax.ShapeDtypeStruct((batch, heads, time), f32)] * sums],
     scratch_types=[
       plgpu.RefUnion(x_memory, out_memory) if in_place and dtype.itemsize == 2 else (x_memory, out_memory),
-      plgpu.RefUnion(dx_memory, halves_memory) if in_place else (dx_memory, halves_memory),
+      dx_memory,
       plgpu.SMEM((slots, sums, ROWS), f32),
-      unused if rotation is None else shared((WIDTH, WIDTH), bf16),
       plgpu.Barrier(num_arrivals=2 * parts, num_barriers=slots),
-      plgpu.Barrier(num_arrivals=1),
     ],
     grid=(batch * (tiles // several) * heads,),
     grid_names=("block",),
