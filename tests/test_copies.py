@@ -69,8 +69,8 @@ def test_copies_find_powers_of_two_for_themselves():
   x = (x * sizes).astype(jnp.bfloat16).at[0, 3].set(0.0).at[0, 4].set(1.0).at[0, 5].set(1e37).at[0, 6].set(1e-39)
   tokens = near.Tokens(x.reshape(1, T, H, G, D), x[:, :, :H], x[:, :, :H], None, rotating.Rotation(*(None,) * 4))
   expected = np.moveaxis(np.asarray(near.exponents(tokens).q.reshape(1, T, H * G)), 1, 2)
-  found, exponent = copies(x, [Copy(jnp.float16)], room=1, angles=angles, interpret=INTERPRETED)
-  np.testing.assert_array_equal(exponent, expected)
+  found, largest = copies(x, [Copy(jnp.float16)], room=1, angles=angles, interpret=INTERPRETED)
+  np.testing.assert_array_equal(near._of_queries(largest, room=1), expected)
   scaled = turn(x, radians) * 2.0 ** -np.moveaxis(expected, 1, 2)[..., None].astype(np.float64)
   comparing.assert_close(found, scaled, 4e-4, "found")
   assert np.max(np.abs(found)) < 1
@@ -86,10 +86,10 @@ def test_copies_without_a_rotation_are_exact():
 def test_only_heads_that_are_wanted_are_copied():
   x, _, _ = make(8, start=False)
   only = jnp.asarray([[0, 1]], jnp.int32)
-  found, exponent = copies(x, [Copy(jnp.float16)], room=0, only=only, interpret=INTERPRETED)
-  everything, exponents = copies(x, [Copy(jnp.float16)], room=0, interpret=INTERPRETED)
+  found, size = copies(x, [Copy(jnp.float16)], room=0, only=only, interpret=INTERPRETED)
+  everything, sizes = copies(x, [Copy(jnp.float16)], room=0, interpret=INTERPRETED)
   np.testing.assert_array_equal(found[:, :, 1], everything[:, :, 1])
-  np.testing.assert_array_equal(exponent[:, 1], exponents[:, 1])
+  np.testing.assert_array_equal(size[:, 1], sizes[:, 1])
   assert not np.array_equal(found[:, :, 0], everything[:, :, 0])  # but anything
 
 

@@ -3,11 +3,13 @@
 The products with a state are XLA's.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -23,6 +25,14 @@ _KERNELS: dict[str, Any] = {"gpu": near, "tpu": near_tpu}
 _STATES: dict[str, Any] = {"memory": memory, "expanded": expanded}
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+  """Which gradients will be asked for, besides those that always are."""
+
+  turns: bool = True  # of a rotation
+
+
 class _Saved(NamedTuple):
   """What the backward pass needs."""
 
@@ -33,6 +43,7 @@ class _Saved(NamedTuple):
   final: Memory | None
   y: arrays.Outputs
   denominator: Float[Array, "B H g T 1"] | None = None  # the normaliser as the state counts it
+  asked: _Asked = _Asked()
 
 
 def attend(
@@ -109,6 +120,32 @@ def _forward(
   return (high.reshape(shape).astype(dtype), final), _Saved(sequence, x, rotation, memory, final, y, denominator)
 
 
+def _forward_for_gradients(
+  x: Any, memory: Any, settings: Settings, dtype: DTypeLike, return_memory: bool
+) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved]:
+  """`_forward` of arrays that are told whether they are differentiated."""
+  asked = _Asked(turns=x.rotation is not None and x.rotation.turns.perturbed)
+  x, memory = jax.tree.map(lambda primal: primal.value, (x, memory))
+  results, saved = _forward(x, memory, settings, dtype, return_memory)
+  return results, saved._replace(asked=asked)
+
+
+def _instantiated(
+  cotangents: tuple[Any, Memory | None], saved: _Saved, dtype: DTypeLike
+) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
+  """With numbers for y, even if it was not used, and none at all for a memory that was not."""
+
+  def unused(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+  dy, dfinal = cotangents
+  if unused(dy):
+    dy = jnp.zeros_like(saved.y.high, dtype).reshape(dy.shape)
+  if dfinal is None or all(map(unused, dfinal)):
+    return dy, None
+  return dy, for_each(lambda x, like: jnp.zeros_like(like) if unused(x) else x, dfinal, saved.final)
+
+
 def _backward(
   settings: Settings,
   dtype: DTypeLike,
@@ -117,14 +154,17 @@ def _backward(
   cotangents: tuple[Float[Array, "B T H g dv"], Memory | None],
 ) -> tuple[near.Tokens, Memory | None]:
   del return_memory
-  (dy, dfinal), x, power = cotangents, saved.operands, settings.power
-  kernels = _KERNELS[settings.chip]
-  inside = kernels.backward(x, near.cotangents(saved.y, dy), power, settings.interpret)
-  rotation, dv = saved.rotation, inside.v
+  (dy, dfinal), x, power = _instantiated(cotangents, saved, dtype), saved.operands, settings.power
+  kernels, rotation = _KERNELS[settings.chip], saved.rotation
+  how: dict[str, Any] = {}
+  if settings.chip == "gpu" and saved.sequence is None and not saved.asked.turns:
+    how = {"way_back": near.way_back(x, rotation, power), "dtype": dtype}
+  inside = kernels.backward(x, near.cotangents(saved.y, dy), power, settings.interpret, **how)
+  dv = inside.v
   if saved.sequence is None:
     dq, dk, pulls = kernels.finished(x, inside, rotation, (dtype, dtype), settings)
     dlog_gate = prefix_sum(jnp.add(*pulls.G), reverse=True, kernel=near.totals_kernel(settings)).hi
-    drotation = None if pulls.turns is None else _by_turns(rotation, jnp.add(*pulls.turns), pulls.total)
+    drotation = _by_turns(rotation, None if pulls.turns is None else jnp.add(*pulls.turns), pulls.total)
     return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), None
 
   states = _STATES[settings.states]
@@ -161,17 +201,19 @@ def _backward(
   return near.before_rotation(dtokens, rotation, dtypes), None if saved.memory is None else dmemory
 
 
-_attend.defvjp(_forward, _backward)
+_attend.defvjp(_forward_for_gradients, _backward, symbolic_zeros=True)
 
 
 def _by_turns(
   rotation: rotating.Rotation | None,
-  dturns: Float[Array, "B T H r"],
+  dturns: Float[Array, "B T H r"] | None,
   parts: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None = None,
 ) -> rotating.Rotation | None:
   """The cotangent of a rotation from that of its turns; `parts` of the total's are the same in another order."""
   if rotation is None:
     return None
+  if dturns is None:  # nobody asks for it
+    dturns = jnp.zeros_like(rotation.turns)
   dtotal = jnp.add(*parts) if parts else jnp.sum(dturns * rotation.rates, axis=-1) / (2 * jnp.pi)
   return rotating.cotangent(rotation, dturns, dtotal)
 

@@ -2,8 +2,9 @@
 
 Queries are scaled by a power of two so that their largest coordinate is between 1/2 and 1, which the normalisation
 cancels, and so are keys, whose weights are scaled by the p-th power of that, relative to the longest key of the head.
-Of short sequences in bfloat16 that are not rotated, and of wide heads if gradients are wanted, nothing is copied: the
-kernel scales queries, by the longest key of the head, too, and reads keys as they are.
+Queries of short sequences are not copied, for the kernel scales them itself, and rotates them. Nor are keys that are
+not rotated, in bfloat16, there and in wide heads if gradients are wanted: the kernel reads them as they are, and scales
+queries by the longest key of the head, too.
 """
 
 import functools
@@ -18,8 +19,9 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 from csympow.forms.rotating import Rotation, angles, padded, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head, for_each
 from csympow.forms.visible import Tiles, Visible, all_alike, in_whole_rows, visible, without_states
-from csympow.prefix import Total, TotalsKernel
+from csympow.prefix import Total, TotalsKernel, prefix_sum
 from kernels_pallas.gpu import arrays, attention_backward, attention_forward, gradients, running
+from kernels_pallas.gpu.angles import Angles
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.tiles import TILE, attention_widths
 from kernels_pallas.weights import LEAST, LOG2E, MOST, SMALLEST
@@ -73,6 +75,7 @@ class Operands(NamedTuple):
   exponent: Int[Array, "B T H"]  # keys were divided by 2 to this: 0 as they were given
   top: Int[Array, "B H"]  # that of the longest key: weights are divided by 2 to p times this
   has_state: Int[Array, "B H"] | None = None  # 1 or 0: see visible.Visible
+  angles: Angles | None = None  # by which the kernel is to rotate queries
 
 
 class Pulls(NamedTuple):
@@ -82,7 +85,7 @@ class Pulls(NamedTuple):
   """
 
   G: tuple[Float[Array, "B T H"], Float[Array, "B T H"]]
-  turns: tuple[Float[Array, "B T H r"], Float[Array, "B T H r"]] | None  # None: nothing is rotated
+  turns: tuple[Float[Array, "B T H r"], Float[Array, "B T H r"]] | None  # None: nothing is rotated, or nobody asks
   total: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None  # of the betas
 
 
@@ -134,37 +137,48 @@ def _gates(G: Total) -> _Gates:
 
 def operands(x: Tokens, settings: Settings, *, with_state: bool, save: bool) -> tuple[Operands, Total]:
   """Operands of attention over whole BLOCKs, beside a state or alone, and for gradients or without; and all gates."""
-  G, largest = survey(x, settings)
   short, wide = x.k.shape[1] <= SHORT, x.k.shape[-1] > 64
+  if not with_state and x.rotation is not None and short and not wide:
+    return _with_given_queries(x, settings)
   fit = not with_state and x.rotation is None and all(a.dtype == jnp.bfloat16 for a in x[:3])
   if fit and (short or (wide and save)):
-    return _as_given(x, G, largest, settings), G
+    return _with_given_queries(x, settings)
+  G, largest = survey(x, settings)
   found = exponents(x, largest)
   return operands_and_copies(x, G, found, (), (), settings, folding=wide or not short)[0], G
 
 
-def _as_given(x: Tokens, G: Total, largest: Float[Array, "B T H"], settings: Settings) -> Operands:
-  """Of bfloat16 queries and keys that are not copied; the forward pass finds the queries' exponents."""
+def _with_given_queries(x: Tokens, settings: Settings) -> tuple[Operands, Total]:
+  """Of queries that are not copied, whose exponents the forward pass finds, and keys with one copy if rotated."""
   batch, time, heads, head_dim = x.k.shape
-  gates, exponents = _gates(G), _exponent(largest)
-  # As `_longest` has it but for keys that are all 0, whose queries may be anything below 2 ** 125 then, and so that
-  # nothing is left to do after the reduction.
-  top = jnp.max(jnp.where(exponents > _LARGEST, LEAST, jnp.minimum(exponents, _MOST_AS_GIVEN)), axis=1)
-  fold = jnp.exp2(gates.until_end / settings.power)
-  q = x.q.reshape(batch, time, -1, head_dim)
+  room, turned, interpret = _room(x.rotation), angles(x.rotation), settings.interpret
+  if turned is None:
+    G, largest = survey(x, settings)
+    found, plain, exponent = _exponent(largest), x.k, jnp.zeros(x.k.shape[:-1], jnp.int32)
+    # As `_longest` has it but for keys that are all 0, whose queries may be anything below 2 ** 125 then, and so that
+    # nothing is left to do after the reduction.
+    top = jnp.max(jnp.where(found > _LARGEST, LEAST, jnp.minimum(found, _MOST_AS_GIVEN)), axis=1)
+    gates, unit = _gates(G), power_of_two(-top)
+    log_scale = jnp.zeros_like(gates.since_start)
+  else:
+    G = prefix_sum(x.log_gate, kernel=totals_kernel(settings))
+    plain, largest = copies(x.k, [Copy(jnp.float16)], room=room, angles=turned, interpret=interpret)
+    exponent, top = _of_keys(jnp.swapaxes(largest, 1, 2), room)
+    gates, unit = _gates(G), jnp.ones((1, 1, 1))
+    log_scale = _log_scale(exponent, top, settings.power)
+  fold = jnp.exp2((gates.until_end + log_scale) / settings.power)
+  q, v = x.q.reshape(batch, time, -1, head_dim), x.v.astype(jnp.bfloat16)
 
   def vectors(fades: Int[Array, "B H"]) -> tuple[Float16[Array, "B T Hq d"], Float16[Array, "B T H d"]]:
     of_queries = jnp.repeat(fades, q.shape[2] // heads, axis=1)
-    scaled, _ = copies(q, [Copy(jnp.float16)], room=0, only=of_queries, interpret=settings.interpret)
-    of_k = [Copy(jnp.float16, fold * power_of_two(-top))]
-    (folded,) = copies(x.k, of_k, only=fades, interpret=settings.interpret)
+    scaled, _ = copies(q, [Copy(jnp.float16)], room=room, angles=turned, only=of_queries, interpret=interpret)
+    (folded,) = copies(plain, [Copy(jnp.float16, fold * unit)], only=fades, interpret=interpret)
     return scaled, folded
 
-  seen = visible(Tiles(gates.before, gates.end, gates.decay, vectors, x.v, head_dim), settings)
-  keys = _keys(None, x.k, fold, gates, jnp.zeros_like(gates.since_start), seen)
+  seen = visible(Tiles(gates.before, gates.end, gates.decay, vectors, v, head_dim), settings)
+  keys = _keys(None, plain, fold, gates, log_scale, seen)._replace(top=top if turned is None else None)
   unknown = jnp.zeros(x.q.shape[:-1], jnp.int32)
-  exponent = jnp.zeros(x.k.shape[:-1], jnp.int32)
-  return Operands(q, keys._replace(top=top), seen.last, x.v, unknown, exponent, top)
+  return Operands(q, keys, seen.last, v, unknown, exponent, top, angles=turned), G
 
 
 def _keys(
@@ -192,8 +206,7 @@ def operands_and_copies(
   """
   power = settings.power
   batch, time, _, head_dim = x.k.shape
-  log_scale = power * by_head(exponents.k - exponents.top[:, None]).astype(jnp.float32)
-  gates = _gates(G)
+  gates, log_scale = _gates(G), _log_scale(exponents.k, exponents.top, power)
   fold = jnp.exp2((gates.until_end + log_scale) / power)
 
   turned = angles(x.rotation)
@@ -204,8 +217,9 @@ def operands_and_copies(
     q = (x.q * power_of_two(-q_exponent)).astype(jnp.float16).reshape(q.shape)
     q, *q_copies = copies(q, of_q, angles=turned, interpret=settings.interpret)
   else:
-    q, *q_copies, found_exponent = copies(q, of_q, room=_room(x.rotation), angles=turned, interpret=settings.interpret)
-    q_exponent = jnp.moveaxis(found_exponent, 1, 2).reshape(q_exponent.shape)
+    room = _room(x.rotation)
+    q, *q_copies, largest = copies(q, of_q, room=room, angles=turned, interpret=settings.interpret)
+    q_exponent = jnp.moveaxis(_of_queries(largest, room), 1, 2).reshape(q_exponent.shape)
   scale = by_head(jnp.exp2(-exponents.k.astype(jnp.float32)))
   plain, *k_copies = copies(x.k, of_k, scale=scale, angles=turned, interpret=settings.interpret)
   folded = k_copies.pop(0) if folding else None
@@ -241,16 +255,27 @@ def read_without_states(x: Operands, heads: Bool[Array, "B H"]) -> Operands:
 def exponents(x: Tokens, largest: Float[Array, "B T H"] | None = None) -> Exponents:
   """Such that the largest coordinate of each is between 1/2 and 1; that of keys may be known."""
   room = _room(x.rotation)
-  q_exponent, exponent = _exponent(_largest(x.q)), _exponent(_largest(x.k) if largest is None else largest)
-  q_exponent = jnp.where(q_exponent == LEAST, 0, q_exponent + room)
-  # No more, or 2 to less than that would be no normal number; 16 bits have room for the rest.
-  return Exponents(jnp.minimum(q_exponent, MOST), jnp.minimum(exponent + room, MOST), _longest(exponent, room))
+  of_keys = _of_keys(_largest(x.k) if largest is None else largest, room)
+  return Exponents(_of_queries(_largest(x.q), room), *of_keys)
 
 
-def _longest(exponent: Int[Array, "B T H"], room: int) -> Int[Array, "B H"]:
-  """The largest of keys' exponents: of no key there is no length, nor of one that is no number."""
+# No more than MOST, or 2 to less than minus that would be no normal number; 16 bits have room for the rest.
+def _of_queries(largest: Float[Array, "*lead"], room: int) -> Int[Array, "*lead"]:
+  """As `tiles.power_of_two` has it."""
+  exponent = _exponent(largest)
+  return jnp.minimum(jnp.where(exponent == LEAST, 0, exponent + room), MOST)
+
+
+def _of_keys(largest: Float[Array, "B T H"], room: int) -> tuple[Int[Array, "B T H"], Int[Array, "B H"]]:
+  """And the largest of these: of no key there is no length, nor of one that is no number."""
+  exponent = _exponent(largest)
   top = jnp.max(jnp.where(exponent > _LARGEST, LEAST, exponent), axis=1)
-  return jnp.minimum(jnp.where(top == LEAST, 0, top + room), MOST)
+  return jnp.minimum(exponent + room, MOST), jnp.minimum(jnp.where(top == LEAST, 0, top + room), MOST)
+
+
+def _log_scale(exponent: Int[Array, "B T H"], top: Int[Array, "B H"], power: int) -> Float[Array, "B H T"]:
+  """The logarithm of what scaled keys' weights are to be multiplied by."""
+  return power * by_head(exponent - top[:, None]).astype(jnp.float32)
 
 
 def _room(rotation: Rotation | None) -> int:
@@ -263,9 +288,10 @@ def forward(
 ) -> tuple[arrays.Outputs, Operands]:
   """What each query gathers, and the operands of the backward pass."""
   how: dict[str, Any] = {"power": power, "dtype": dtype, "save_low": save_low, "interpret": interpret}
-  y = attention_forward.forward(x.q, x.keys, x.v, **how, alike=all_alike(x.q.shape[1]))
+  y = attention_forward.forward(x.q, x.keys, x.v, angles=x.angles, **how, alike=all_alike(x.q.shape[1]))
   if y.exponent is not None:
     x = x._replace(q_exponent=jnp.moveaxis(y.exponent, 1, 2).reshape(x.q_exponent.shape))
+  x = x._replace(angles=None)
   return y._replace(scaled=None, exponent=None), x if y.scaled is None else x._replace(q=y.scaled)
 
 
@@ -303,10 +329,13 @@ def backward(
   power: int,
   interpret: Any,
   rounded_q: BFloat16[Array, "B T Hq d"] | None = None,
+  way_back: attention_backward.WayBack | None = None,
+  dtype: DTypeLike = jnp.bfloat16,
 ) -> attention_backward.Gradients:
   """By pairs inside chunks; p times those of `q` and `k` are cotangents of scaled and rotated queries and keys.
 
-  If these are not copies, see `attention_backward.Gradients`.
+  If keys are not copies, or there is a `way_back` to what was given, dk is finished, in `dtype`: see
+  `attention_backward.Gradients`.
   """
   group = x.q_exponent.shape[-1]
   gate = jnp.repeat(x.keys.gate, group, axis=1)
@@ -320,7 +349,30 @@ def backward(
     discounted=given.inverse * jnp.exp2(gate),
     delta=given.delta,
   )
-  return attention_backward.backward(rows, x.keys, x.last, x.v, power=power, interpret=interpret)
+  return attention_backward.backward(rows, x.keys, x.last, x.v, way_back, power=power, dtype=dtype, interpret=interpret)
+
+
+def way_back(x: Operands, rotation: Rotation | None, power: int) -> attention_backward.WayBack | None:
+  """From the gradients of scaled and rotated keys to those of keys as they were given, if the kernel can take it.
+
+  In wide heads and beside folded keys there is no room for it, and keys as they were given need none. The gradients of
+  rotated keys are lost on it, and with them that of a rotation's turns.
+  """
+  wide = max(x.keys.plain.shape[-1], x.v.shape[-1]) > 64
+  if wide or x.keys.folded is not None or x.keys.top is not None:
+    return None
+  return attention_backward.WayBack(_factor(x.exponent, power), angles(rotation), _speed(rotation, power))
+
+
+def _factor(exponent: Int[Array, "B T H"], power: int) -> Float[Array, "B H T"]:
+  """From gradients by kernels to those of vectors that were divided by 2 to the exponent."""
+  exponent = jnp.where(exponent <= LEAST + 1, 0, exponent)  # of 0, whose gradient is 0
+  return by_head(power * jnp.exp2(-exponent.astype(jnp.float32)))
+
+
+def _speed(rotation: Rotation | None, power: int) -> Float[Array, "d"] | None:
+  """Of each coordinate, by which a beta turns it, times p."""
+  return None if rotation is None else jnp.repeat(power * rotation.rates, 2)
 
 
 def pulls(
@@ -376,10 +428,7 @@ def finished(
   Those of heads without a state are what pairs of tokens have given, `by_pairs`.
   """
   power, (batch, time, heads, group) = settings.power, x.q_exponent.shape
-  turned_by, speed = angles(rotation), None
-  if rotation is not None:
-    speed = jnp.repeat(power * rotation.rates, 2)
-
+  turned_by, speed = angles(rotation), _speed(rotation, power)
   without_state: list[gradients.WithoutState | None] = [None, None]
   if by_pairs is not None and x.has_state is not None:
     flags = [jnp.repeat(x.has_state, a.shape[2] // heads, axis=1) for a in by_pairs[:2]]
@@ -393,10 +442,9 @@ def finished(
     without_state: gradients.WithoutState | None,
     unit: Float[Array, "B H"] | None = None,
   ) -> gradients.Gradients:
-    exponent = jnp.where(exponent <= LEAST + 1, 0, exponent).reshape(batch, time, -1)  # of 0, whose gradient is 0
-    factor = power * jnp.exp2(-exponent.astype(jnp.float32))
+    factor = _factor(exponent.reshape(batch, time, -1), power)
     how: dict[str, Any] = {"angles": turned_by, "speed": speed, "without_state": without_state, "unit": unit}
-    return gradients.gradients(x, dx, by_head(factor), dtype, **how, interpret=settings.interpret)
+    return gradients.gradients(x, dx, factor, dtype, **how, interpret=settings.interpret)
 
   def of_token(x: Float[Array, "B Hq T"]) -> Float[Array, "B T H"]:
     return jnp.sum(jnp.moveaxis(x, 1, 2).reshape(batch, time, heads, -1), axis=-1)
@@ -407,18 +455,20 @@ def finished(
   if dx.pulled is None:
     found_k = back(x.keys.plain, dk, x.exponent, dtypes[1], without_state[1])
   else:  # the kernel has finished it
-    found_k = gradients.Gradients(dk, dx.pulled, None)
+    found_k = gradients.Gradients(dk, dx.pulled, dx.turned)
   pulled = of_token(found_q.pulled), -of_token(found_k.pulled)
   given = found_q.given.reshape(batch, time, heads, group, -1), found_k.given
   if rotation is None:
     return *given, Pulls(pulled, None, None)
+  total = None
+  if found_q.turned is not None and found_k.turned is not None:
+    total = of_token(found_q.turned), of_token(found_k.turned)
+  if dx.pulled is not None:
+    return *given, Pulls(pulled, None, total)
   dq, dk = (
     a if other is None else jnp.where(other.has_state[:, None, :, None] > 0, a, other.dx)
     for a, other in zip((dq, dk), without_state, strict=True)
   )
-  total = None
-  if found_q.turned is not None and found_k.turned is not None:
-    total = of_token(found_q.turned), of_token(found_k.turned)
   q, k = (power * rounded(a, BFLOAT16).reshape(batch, time, heads, -1, a.shape[-1]) for a in (x.q, x.keys.plain))
   by_pair = torque(q, dq.reshape(q.shape)), torque(k, dk.reshape(k.shape))
   return *given, Pulls(pulled, by_pair, total)

@@ -11,11 +11,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, vector
 from jaxtyping import Array, Float
 
-from kernels_pallas.gpu.tiles import ROWS, WGMMA, WIDTH, TokenTile, across, by_coordinate, down
+from kernels_pallas.gpu.tiles import ROWS, WGMMA, WIDTH, across, by_coordinate, by_token, down
 
 _WHOLE = 1.5 * 2**24  # added to a number and taken away again it leaves a whole one, whatever the number
 
@@ -42,26 +43,43 @@ class Along(NamedTuple):
   same: Array | None
 
 
-def along(angles: Any, tile: TokenTile, parts: int | None = None) -> Along:
-  """From references to `Angles`, with `first` of all `parts` of a head, if they are known."""
-  place = tile.b, tile.source
+def of_head(angles: Any, b: Any, head: Any) -> Any:
+  """References to the `Angles` of one head of a sequence."""
+  first, since, cycles, same = angles
+  return Angles(first.at[b, head], since.at[b, head], cycles, None if same is None else same.at[b, head])
+
+
+def of_tiles(angles: Any, b: Any, head: Any, tile: Any, many: int) -> list[Any]:
+  """And those of so many of its tiles, for a loader to copy, in the order of `Angles`."""
+  first, since, cycles, same = of_head(angles, b, head)
+  tokens = pl.ds(tile * ROWS, many * ROWS)
+  return [first.at[pl.ds(tile, many)], since.at[:, tokens], cycles, *([] if same is None else [same.at[tokens]])]
+
+
+def memory(angles: Angles, many: int, *lead: int) -> Any:
+  """Shared memory for the `Angles` of so many tiles of a head."""
+  head_dim, tokens = angles.cycles.shape[1], many * ROWS
+  shapes = [(many, head_dim), (2, tokens), (2, head_dim), None if angles.same is None else (tokens,)]
+  found: list[Any] = [None if shape is None else plgpu.SMEM((*lead, *shape), jnp.float32) for shape in shapes]
+  return Angles(*found)
+
+
+def along(angles: Any, tile: Any, parts: int | None = None) -> Along:
+  """From those of a head, with `first` of all its `parts`, if they are known."""
   first = None
   if parts is not None:
-    first = [by_coordinate(angles.first.at[*place, tile.number], part) for part in range(parts)]
-  since, rest = (tile.by_token(angles.since.at[*place, n]) for n in range(2))
-  return Along(first, since, rest, None if angles.same is None else tile.by_token(angles.same.at[*place]))
+    first = [by_coordinate(angles.first.at[tile], part) for part in range(parts)]
+  since, rest = (by_token(angles.since.at[n], tile) for n in range(2))
+  return Along(first, since, rest, None if angles.same is None else by_token(angles.same, tile))
 
 
-def radians(angles: Any, at: Along, tile: TokenTile, part: Any) -> Float[Array, "rows columns"]:
+def radians(angles: Any, at: Along, tile: Any, part: Any) -> Float[Array, "rows columns"]:
   """The angles of a part of a tile."""
   shape = (ROWS, WIDTH)
   since, rest = down(at.since, shape), down(at.rest, shape)
   cycles, of_cycles = (across(by_coordinate(angles.cycles.at[n], part), shape) for n in range(2))
   whole = since * cycles
-  if at.first is None:
-    first = across(by_coordinate(angles.first.at[tile.b, tile.source, tile.number], part), shape)
-  else:
-    first = across(at.first[part], shape)
+  first = across(by_coordinate(angles.first.at[tile], part) if at.first is None else at.first[part], shape)
   if at.same is not None:
     first = first * down(at.same, shape)
   # Less any whole number near it: by additions, for a rounding takes a unit as slow as that of sines and cosines.
@@ -69,7 +87,28 @@ def radians(angles: Any, at: Along, tile: TokenTile, part: Any) -> Float[Array, 
   return (part_of_turn + (since * of_cycles + rest * (cycles + of_cycles) + first)) * (2 * np.pi)
 
 
-def cosine_and_sine(
+def rotated(
+  x: Float[Array, "rows columns"], angle: Float[Array, "rows columns"], interpret: Any
+) -> Float[Array, "rows columns"]:
+  """Every pair of coordinates by its angle."""
+  cosine, sine = _cosine_and_sine(angle, interpret)
+  return x * cosine + _quarter_turned(x, interpret) * sine
+
+
+def rotated_back(
+  dx: Float[Array, "rows columns"],
+  x: Float[Array, "rows columns"],
+  angle: Float[Array, "rows columns"],
+  speed: Float[Array, "columns"],
+  interpret: Any,
+) -> tuple[Float[Array, "rows columns"], Float[Array, "rows"]]:
+  """A gradient of what was rotated to x, and the torque: speed . (x turned by a quarter) dx, for each row."""
+  cosine, sine = _cosine_and_sine(angle, interpret)
+  across_dx = _quarter_turned(dx, interpret)  # instead of x, with the other sign
+  return dx * cosine - across_dx * sine, -(x * across_dx * across(speed, x.shape)).sum(axis=1)
+
+
+def _cosine_and_sine(
   angle: Float[Array, "rows columns"], interpret: Any
 ) -> tuple[Float[Array, "rows columns"], Float[Array, "rows columns"]]:
   """Of angles that are the same for both coordinates of a pair, and computed once."""
@@ -77,7 +116,7 @@ def cosine_and_sine(
   return jnp.cos(angle), jnp.sin(angle)
 
 
-def quarter_turned(x: Float[Array, "rows columns"], interpret: Any) -> Float[Array, "rows columns"]:
+def _quarter_turned(x: Float[Array, "rows columns"], interpret: Any) -> Float[Array, "rows columns"]:
   """Every pair (x, y) of coordinates as (-y, x)."""
   return _pairwise(x, lambda x, y: (-y if interpret is not None else arith.negf(y), x), interpret)
 

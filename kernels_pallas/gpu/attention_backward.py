@@ -26,14 +26,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
+from kernels_pallas.gpu.angles import Angles, along, memory, of_tiles, radians, rotated_back
 from kernels_pallas.gpu.arrays import Keys
 from kernels_pallas.gpu.tiles import (
   ROWS,
   TILE,
   WGMMA,
+  WIDTH,
   across,
+  by_coordinate,
+  by_token,
   down,
   index,
   place_in_grid,
@@ -60,17 +65,26 @@ class Rows(NamedTuple):
   delta: Float[Array, "B Hq T"]  # dy . y
 
 
+class WayBack(NamedTuple):
+  """From dk to what was scaled and rotated: see `gradients`."""
+
+  factor: Float[Array, "B H T"]
+  angles: Angles | None
+  speed: Float[Array, "d"] | None
+
+
 class Gradients(NamedTuple):
   """Cotangents, but for the factor p of dq and dk.
 
-  If keys came as they were given dk is finished, p times as much and in their dtype; and dq is over 2 to their `top`,
-  so that it is of one size whatever theirs is.
+  If keys came as they were given, or it was said how they did, dk is finished, p times as much and in their dtype. As
+  they were given, dq is over 2 to their `top`, so that it is of one size whatever theirs is.
   """
 
   q: Float[Array, "B T Hq d"]
   k: Float[Array, "B T H d"]  # of the plain keys
   v: BFloat16[Array, "B T H dv"]
   pulled: Float[Array, "B H T"] | None = None  # k . dk, but for p, if dk is finished
+  turned: Float[Array, "B H T"] | None = None  # and the torque, if keys were rotated
 
 
 def backward(
@@ -78,23 +92,28 @@ def backward(
   keys: Keys,
   last: Int[Array, "B H tiles"],
   v: BFloat16[Array, "B T H dv"],
+  way_back: WayBack | None = None,
   *,
   power: int,
+  dtype: DTypeLike = jnp.bfloat16,
   interpret: Any = None,
 ) -> Gradients:
-  """The cotangents of q, of the plain keys or of those that were given, and of v.
+  """The cotangents of q, of the plain keys or, with a `way_back`, of those that were given, in `dtype`, and of v.
 
-  `last`: the latest tile whose queries read a tile's keys.
+  `last`: the latest tile whose queries read a tile's keys. Wide heads have no way back, nor folded keys: there is no
+  room for it.
   """
   of_keys, of_values = (-(-width // 64) for width in (rows.q.shape[-1], v.shape[-1]))
 
   def gradients(part: int) -> Gradients:
     # Under vmap one after another: blocks of the grid take turns by semaphores that know nothing of vmap's axis.
     @jax.custom_batching.sequential_vmap
-    def one_at_a_time(rows: Rows, keys: Keys, last: Int[Array, "B H tiles"], v: Array) -> Gradients:
-      return _backward(rows, keys, last, v, part, power, interpret)
+    def one_at_a_time(
+      rows: Rows, keys: Keys, last: Int[Array, "B H tiles"], v: Array, way_back: WayBack | None
+    ) -> Gradients:
+      return _backward(rows, keys, last, v, way_back, part, power, dtype, interpret)
 
-    result: Gradients = one_at_a_time(rows, keys, last, v)
+    result: Gradients = one_at_a_time(rows, keys, last, v, way_back)
     return result
 
   parts = [gradients(n) for n in range(max(of_keys, of_values))]
@@ -108,7 +127,15 @@ def backward(
 
 
 def _backward(
-  rows: Rows, keys: Keys, last: Int[Array, "B H tiles"], v: Array, part: int, power: int, interpret: Any
+  rows: Rows,
+  keys: Keys,
+  last: Int[Array, "B H tiles"],
+  v: Array,
+  way_back: WayBack | None,
+  part: int,
+  power: int,
+  dtype: DTypeLike,
+  interpret: Any,
 ) -> Gradients:
   """The gradients of 64 coordinates of q, k and v; wider heads take several such passes."""
   ordered = interpret is None  # the interpreter can neither wait for a turn nor add to memory
@@ -122,13 +149,15 @@ def _backward(
   as_given = keys.top is not None  # keys, and queries but for a scale
   folding = keys.folded is not None
   folded = 0 if wide or not folding else 1  # the place of folded keys: that of plain ones, or the next
+  rotated = way_back is not None and way_back.angles is not None
+  assert way_back is None or not (as_given or wide or folding)
   ours = [pl.ds(min(part * 64, all_of - some), some) for all_of, some in ((head_dim, k_wide), (value_dim, v_wide))]
 
   def kernel(*refs):
-    rows_ref, keys_ref, last_ref, v_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
+    rows_ref, keys_ref, last_ref, v_ref, way_back_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
     found = len(leaves) + len(outputs)
-    dq_ref, dk_ref, dv_ref, *pulled_ref = refs[len(leaves) : found]
-    k_smem, rounded_k_smem, v_smem, *others = refs[found:]
+    dq_ref, dk_ref, dv_ref, *sums_ref = refs[len(leaves) : found]
+    k_smem, rounded_k_smem, v_smem, way_back_smem, *others = refs[found:]
     q_smem, rounded_q_smem, dy_smem, scale_smem, delta_smem, (ds_smem, dq_smem), *barriers = others
     k_filled, k_freed, folded_filled, q_filled, q_freed, ds_filled, dq_filled, dq_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
@@ -152,6 +181,18 @@ def _backward(
         return lax.fori_loop(n + 1, far_end, lambda m, carry: visit(number + m, head, m, carry), carry)
 
       return of_head(0, carry) if group == 1 else lax.fori_loop(0, jnp.int32(group), of_head, carry)
+
+    def unrotated(dk, mine):
+      """And the torque."""
+      angles, turns = way_back_smem.angles, along(way_back_smem.angles, thread)
+      found, torques = [], []
+      for m in range(head_dim // WIDTH):
+        angle, speeds = radians(angles, turns, thread, m), by_coordinate(way_back_smem.speed, m)
+        some, other = (x[:, m * WIDTH : (m + 1) * WIDTH] for x in (dk, mine))
+        back, torque = rotated_back(some, other, angle, speeds, interpret)
+        found.append(back)
+        torques.append(torque)
+      return jnp.concatenate(found, axis=1), functools.reduce(jnp.add, torques)
 
     @pl.when(thread < 2)
     def compute():
@@ -294,8 +335,16 @@ def _backward(
       if as_given:
         dk_smem = k_smem.at[0, thread] if head_dim == k_wide else ds_smem.at[0, 0, thread]
         mine = plgpu.load(k_smem.at[0, thread, :, ours[0]], layout=WGMMA, optimized=False)
-        pulled_ref[0][b, kv, here] = (mine.astype(f32) * dk).sum(axis=1)
+        sums_ref[0][b, kv, here] = (mine.astype(f32) * dk).sum(axis=1)
         dk = (power * dk).astype(half)
+      if way_back is not None:
+        dk_smem = rounded_k_smem.at[thread] if jnp.dtype(dtype) == half else k_smem.at[0, thread]
+        mine = plgpu.load(rounded_k_smem.at[thread], layout=WGMMA, optimized=False).astype(f32)
+        sums_ref[0][b, kv, here] = (mine * dk).sum(axis=1)
+        if rotated:
+          dk, torque = unrotated(dk, mine)
+          sums_ref[1][b, kv, here] = torque
+        dk = (dk * down(by_token(way_back_smem.factor, thread), dk.shape)).astype(dtype)
       dk_smem[...] = dk
       dv_smem = v_smem.at[thread] if value_dim == v_wide else ds_smem.at[1, 0, thread]
       dv_smem[...] = dv.astype(half)
@@ -334,6 +383,12 @@ def _backward(
 
       load_keys(keys_ref.plain, k_smem.at[0], k_filled)
       load_keys(v_ref, v_smem, k_filled)
+      if way_back is not None:
+        sources = [way_back_ref.factor.at[b, kv, pl.ds(n * TILE, TILE)]]
+        if rotated:
+          sources += [*of_tiles(way_back_ref.angles, b, kv, n * _UNITS, _UNITS), way_back_ref.speed]
+        for source, target in zip(sources, jax.tree.leaves(way_back_smem), strict=True):
+          plgpu.copy_gmem_to_smem(source, target, k_filled)
       if folding and not wide:
         load_keys(keys_ref.folded, k_smem.at[folded], folded_filled)
       visit_near(load_queries(rows_ref.exponent))
@@ -383,17 +438,23 @@ def _backward(
   in_place = interpret is None and k_wide == ROWS
   ds_memory, dq_memory = shared((2, _UNITS, 2, ROWS, ROWS), half, k_wide), shared((2, _UNITS, ROWS, k_wide), f32)
   unused = plgpu.SMEM((1,), f32)
+  of_tile: Any = None
+  if way_back is not None:
+    angles = None if way_back.angles is None else memory(way_back.angles, _UNITS)
+    of_tile = plgpu.SMEM((TILE,), f32), angles, None if angles is None else plgpu.SMEM((head_dim,), f32)
+    of_tile = WayBack(*of_tile)
   scratch = [
     shared((1 + folded, 2, ROWS, head_dim), rows.q.dtype),
     unused if as_given else shared((2, ROWS, k_wide), half),
     shared((2, ROWS, value_dim), half),
+    of_tile,
     shared((slots, ROWS, head_dim), rows.q.dtype),
     unused if as_given else shared((slots, ROWS, k_wide), half),
     shared((slots, ROWS, value_dim), half),
     plgpu.SMEM((slots, ROWS), f32),
     plgpu.SMEM((slots, ROWS), f32),
     plgpu.RefUnion(ds_memory, dq_memory) if in_place else (ds_memory, dq_memory),
-    plgpu.Barrier(num_arrivals=4),
+    plgpu.Barrier(num_arrivals=4 + len(jax.tree.leaves(way_back))),
     plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=4 if as_given else 5, num_barriers=slots),
@@ -406,12 +467,12 @@ def _backward(
   dq_shape = (batch, time, query_heads, k_wide)
   outputs = [
     jax.ShapeDtypeStruct(dq_shape, f32),
-    jax.ShapeDtypeStruct((batch, time, heads, k_wide), half if as_given else f32),
+    jax.ShapeDtypeStruct((batch, time, heads, k_wide), half if as_given else f32 if way_back is None else dtype),
     jax.ShapeDtypeStruct((batch, time, heads, v_wide), half),
   ]
-  if as_given:
-    outputs.append(jax.ShapeDtypeStruct((batch, heads, time), f32))
-  leaves, structure = jax.tree.flatten((rows, keys, last, v))
+  sums = 0 if way_back is None and not as_given else 2 if rotated else 1
+  outputs += [jax.ShapeDtypeStruct((batch, heads, time), f32)] * sums
+  leaves, structure = jax.tree.flatten((rows, keys, last, v, way_back))
   # Out of order each tile of keys leaves its own dq.
   parts = None if ordered else jax.new_ref(jnp.zeros((tiles, *dq_shape), f32))
   results = plgpu.kernel(

@@ -6,8 +6,8 @@ Time is cut into tiles. Keys of earlier tiles come discounted to their tile's en
 power carries it), so a block of their weights is one matrix product and p/2 multiplications an element; the sums so far
 are multiplied by one number, the tile's decay, when the next one begins. Only inside the query's own tile are gates
 exponentials of pairs. Where sequences are too short for a copy of discounted keys to pay, scores are multiplied by
-their keys' discounts instead, and queries can come as they were given. The loader makes these discounts, until the
-place's first query: then sums need no decay but that of the first of two tiles.
+their keys' discounts instead, and queries can come as they were given, to be scaled and rotated here. The loader makes
+these discounts, until the place's first query: then sums need no decay but that of the first of two tiles.
 
     4 warpgroups   64 queries each (2, if heads are wide): while one raises scores, others have products under way
     the last one   loads
@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
+from kernels_pallas.gpu.angles import Angles, along, memory, of_tiles, radians, rotated
 from kernels_pallas.gpu.arrays import Carried, Keys, Outputs
 from kernels_pallas.gpu.tiles import (
   IN_TILE,
@@ -39,6 +40,7 @@ from kernels_pallas.gpu.tiles import (
   ROWS,
   TILE,
   WGMMA,
+  WIDTH,
   across,
   by_eights,
   causal,
@@ -91,6 +93,7 @@ def forward(
   v: BFloat16[Array, "B T H dv"],
   carried: Carried | None = None,
   *,
+  angles: Angles | None = None,
   power: int,
   dtype: DTypeLike,
   save_low: bool,
@@ -99,7 +102,8 @@ def forward(
 ) -> Outputs:
   """Attention over whole blocks of queries, and what is carried; y in `dtype`.
 
-  `alike`: no head is known to be read less far back than others.
+  With `angles` queries come as they were given, to be rotated by these. `alike`: no head is known to be read less far
+  back than others.
   """
   batch, time, query_heads, head_dim = q.shape
   heads, value_dim = v.shape[2:]
@@ -111,7 +115,7 @@ def forward(
   assert time % (TILE * pairs) == 0
   wide = value_dim > 64  # there is no room for what wide heads carry
   f32 = jnp.float32
-  folding = keys.folded is not None
+  folding, given = keys.folded is not None, keys.top is not None or angles is not None
   unread: Any = None
   keys = keys._replace(fold=unread, totals=unread) if folding else keys
   narrow, of_rows = jnp.dtype(dtype).itemsize == 2, batch * query_heads
@@ -123,10 +127,12 @@ def forward(
 
   def kernel(*refs):
     found = len(leaves) + len(out_leaves)
-    q_ref, keys_ref, v_ref, carried_refs = jax.tree.unflatten(structure, refs[: len(leaves)])
+    q_ref, keys_ref, v_ref, carried_refs, angles_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = jax.tree.unflatten(out_structure, refs[len(leaves) : found]), refs[found:]
-    (q_smem, y_smem), k_smem, fold_smem, v_smem, low_smem, normaliser_smem, *others = scratch
-    carried_smem, weight_smem, gate_smem, pull_smem, *barriers = others
+    queries_and_y, k_smem, fold_smem, v_smem, low_smem, normaliser_smem, *others = scratch
+    carried_smem, weight_smem, gate_smem, pull_smem, angles_smem, *barriers = others
+    (*all_queries, y_smem) = queries_and_y if in_place else (*queries_and_y[0], queries_and_y[1])
+    given_smem, q_smem = all_queries[0], all_queries[-1]
     q_filled, q_freed, carried_filled, k_filled, k_freed, v_filled, v_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
 
@@ -172,14 +178,14 @@ def forward(
       rows, queries = pl.ds(token, ROWS), q_smem.at[mine]
       accumulator = plgpu.ACC((ROWS, value_dim), f32)
       plgpu.barrier_wait(q_filled.at[place.room])
-      if place.top is not None:
-        exponent = scale_queries(place, queries)
+      if given:
+        exponent = prepare_queries(place, mine)
 
       @pl.when(turn > 0)
       def _():
         leave(place_in_ring(turn - 1, rooms))
 
-      if place.top is not None and outputs.scaled is not None:  # now, for which that would have waited, too
+      if outputs.scaled is not None:  # now, for which that would have waited, too
         plgpu.copy_smem_to_gmem(queries, outputs.scaled.at[b, rows, head])
         outputs.exponent[b, head, rows] = exponent
 
@@ -359,11 +365,19 @@ def forward(
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       plgpu.barrier_arrive(q_freed.at[room])
 
-    def scale_queries(place, queries):
-      """Such that the largest coordinate of each is between 1/2 and 1, over what the longest key comes to."""
-      x = plgpu.load(queries, layout=WGMMA, optimized=False).astype(f32)
-      scale, exponent = power_of_two(jnp.abs(x).max(axis=1), 0)
-      queries[...] = (x * down(scale, x.shape) * jnp.exp2(-place.top.astype(f32))).astype(q.dtype)
+    def prepare_queries(place, mine):
+      """Such that the largest coordinate of each is below 1, over what the longest key comes to, and rotated."""
+      x = plgpu.load(given_smem.at[mine], layout=WGMMA, optimized=False).astype(f32)
+      scale, exponent = power_of_two(jnp.abs(x).max(axis=1), 0 if angles is None else 1)
+      x = x * down(scale, x.shape)
+      if place.top is not None:
+        x = x * jnp.exp2(-place.top.astype(f32))
+      if angles is not None:
+        here = jax.tree.map(lambda smem: smem.at[place.room], angles_smem)
+        turns, parts = along(here, thread), [x[:, n : n + WIDTH] for n in range(0, head_dim, WIDTH)]
+        turned = [rotated(part, radians(here, turns, thread, n), interpret) for n, part in enumerate(parts)]
+        x = jnp.concatenate(turned, axis=1)
+      q_smem[mine] = x.astype(q_smem.dtype)
       plgpu.commit_smem()
       return exponent
 
@@ -378,9 +392,13 @@ def forward(
       filled, tokens = q_filled.at[place.room], TILE * pairs
       here = pull_smem.at[pl.ds(place.room * tokens, tokens)]
       plgpu.copy_gmem_to_smem(keys_ref.pull.at[b, kv, pl.ds(place.token, tokens)], here, filled)
+      if angles is not None:
+        sources = of_tiles(angles_ref, b, kv, place.tile * IN_TILE, computing)
+        for source, smem in zip(sources, jax.tree.leaves(angles_smem), strict=True):
+          plgpu.copy_gmem_to_smem(source, smem.at[place.room], filled)
       for w in range(computing):
         rows, of_place = pl.ds(place.token + w * ROWS, ROWS), place.room * computing + w
-        plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[of_place], filled)
+        plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], given_smem.at[of_place], filled)
         plgpu.copy_gmem_to_smem(keys_ref.gate.at[b, kv, rows], gate_smem.at[of_place], filled)
         if carried is not None:
           states = unless_stateless(1, carried_refs.has_state, b, kv)
@@ -455,10 +473,10 @@ def forward(
       wait_for_all(k_freed, blocks_of_keys)
       wait_for_all(v_freed, blocks_of_keys)
 
-  of_q: Any = jax.ShapeDtypeStruct(q.shape, q.dtype)
+  of_q: Any = jax.ShapeDtypeStruct(q.shape, keys.plain.dtype)
   by_token: Any = jax.ShapeDtypeStruct((batch, time, query_heads, value_dim), dtype)
   by_head: Any = jax.ShapeDtypeStruct((batch, query_heads, time), f32)
-  scaling = keys.top is not None and save_low
+  scaling = given and save_low
   outputs = Outputs(
     high=by_token,
     low=by_token.update(dtype=jnp.bfloat16) if save_low else None,
@@ -466,18 +484,21 @@ def forward(
     scaled=of_q if scaling else None,
     exponent=by_head.update(dtype=jnp.int32) if scaling else None,
   )
+  unused: Any = plgpu.SMEM((1,), f32)
   # A warpgroup's outputs where its queries were.
   in_place = interpret is None and head_dim == value_dim and narrow
-  q_memory = shared((rooms * computing, ROWS, head_dim), q.dtype)
+  kinds = [q.dtype] if angles is None else [q.dtype, keys.plain.dtype]  # as given, and rotated
+  q_memory = [shared((rooms * computing, ROWS, head_dim), kind) for kind in kinds]
   y_memory = shared((rooms * computing if in_place else computing, ROWS, value_dim), dtype)
   staging = (
     [] if interpret is None else [shared((computing, ROWS, n), t) for n, t in ((ROWS, v.dtype), (value_dim, f32))]
   )
+  together = plgpu.RefUnion(*q_memory) if interpret is None and angles is not None else q_memory
+  angles_memory: Any = None if angles is None else memory(angles, computing, rooms)
   freed = plgpu.Barrier(num_arrivals=computing, num_barriers=slots)
-  unused = plgpu.SMEM((1,), f32)
   scratch = [
-    plgpu.RefUnion(q_memory, y_memory) if in_place else (q_memory, y_memory),
-    shared((slots, ROWS, head_dim), q.dtype),
+    plgpu.RefUnion(*q_memory, y_memory) if in_place else (together, y_memory),
+    shared((slots, ROWS, head_dim), keys.plain.dtype),
     unused if folding else plgpu.SMEM((2 * _BATCH * ROWS,), f32),
     shared((slots, ROWS, value_dim), v.dtype),
     shared((computing, ROWS, value_dim), jnp.bfloat16) if save_low else unused,
@@ -486,7 +507,8 @@ def forward(
     plgpu.SMEM((computing, ROWS), f32),
     plgpu.SMEM((rooms * computing, ROWS), f32),
     plgpu.SMEM((rooms * TILE * pairs,), f32),
-    plgpu.Barrier(num_arrivals=1 + 2 * computing, num_barriers=rooms),
+    angles_memory,
+    plgpu.Barrier(num_arrivals=1 + 2 * computing + len(jax.tree.leaves(angles)), num_barriers=rooms),
     plgpu.Barrier(num_arrivals=computing, num_barriers=rooms),
     plgpu.Barrier(num_arrivals=computing if wide else 2 * computing),
     plgpu.Barrier(num_barriers=slots),
@@ -495,7 +517,7 @@ def forward(
     freed,
     *staging,
   ]
-  leaves, structure = jax.tree.flatten((q, keys, v, carried))
+  leaves, structure = jax.tree.flatten((q, keys, v, carried, angles))
   out_leaves, out_structure = jax.tree.flatten(outputs)
   results = plgpu.kernel(
     kernel,

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.gpu.angles import Angles, along, cosine_and_sine, quarter_turned, radians
+from kernels_pallas.gpu.angles import Angles, along, of_head, radians, rotated
 from kernels_pallas.gpu.tiles import (
   ROWS,
   WGMMA,
@@ -69,8 +69,8 @@ def copies(
   """Copies of a 16-bit x, B T H d or, time last, B H d T. Several of its heads may share those of the angles.
 
   With `room` each vector is divided by a power of two, at most 2 ** MOST, so that its largest coordinate is below
-  2 ** -room; the exponents, B H T, come after the copies. Heads that are not 1 in `only` get anything. Nothing is made
-  before there is `after`, so that it takes no memory until then.
+  2 ** -room (`tiles.power_of_two`); these coordinates, B H T, without their signs, come after the copies. Heads that
+  are not 1 in `only` get anything. Nothing is made before there is `after`, so that it takes no memory until then.
   """
   batch, time, heads, head_dim = x.shape
   group = 1 if angles is None else heads // angles.since.shape[1]
@@ -116,20 +116,22 @@ def copies(
     # While x is on its way.
     factors = [None if ref is None else tile.by_token(ref.at[b, head]) for ref in given.factors]
     scales = None if scale is None else tile.by_token(given.scale.at[b, head])
-    turns: Any = None if angles is None else along(given.angles, tile, parts)
+    if angles is not None:
+      angles_here = of_head(given.angles, b, tile.source)
+      turns = along(angles_here, tile.number, parts)
     plgpu.barrier_wait(filled.at[slot])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for copies of the tile before
     if room is not None:
-      scales, exponent = power_of_two(largest(x_smem), room)
-      outputs[-1][b, head, at] = exponent
+      size = largest(x_smem)
+      scales, _ = power_of_two(size, room)
+      outputs[-1][b, head, at] = size
 
     def work(part):
       exact = plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
       if scales is not None:
         exact = exact * down(scales, shape)
       if angles is not None:
-        cosine, sine = cosine_and_sine(radians(given.angles, turns, tile, part), interpret)
-        exact = exact * cosine + quarter_turned(exact, interpret) * sine
+        exact = rotated(exact, radians(angles_here, turns, tile.number, part), interpret)
       if not exact_already:
         exact = exact.astype(jnp.float16).astype(f32)
       for copy, factor, smem in zip(wanted, factors, out_smem, strict=True):
@@ -151,7 +153,7 @@ def copies(
     jax.ShapeDtypeStruct((batch, heads, head_dim, time) if copy.time_last else x.shape, copy.dtype) for copy in wanted
   ]
   if room is not None:
-    results.append(jax.ShapeDtypeStruct((batch, heads, time), jnp.int32))
+    results.append(jax.ShapeDtypeStruct((batch, heads, time), f32))
   found = plgpu.kernel(
     kernel,
     out_type=results,

@@ -19,13 +19,12 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.gpu.angles import Angles, along, cosine_and_sine, quarter_turned, radians
+from kernels_pallas.gpu.angles import Angles, along, of_head, radians, rotated_back
 from kernels_pallas.gpu.tiles import (
   ROWS,
   WGMMA,
   WIDTH,
   TokenTile,
-  across,
   by_coordinate,
   down,
   place_in_ring,
@@ -109,7 +108,9 @@ def gradients(
       b, head = tile.b, tile.head
       # While the vectors are on their way.
       factors = tile.by_token(factor_ref.at[b, head])
-      turns: Any = None if rotation is None else along(rotation.angles, tile)
+      if rotation is not None:
+        angles_here = of_head(rotation.angles, b, tile.source)
+        turns = along(angles_here, tile.number)
       over = None if unit is None else 1.0 / unit_ref[b, tile.source]
       plgpu.barrier_wait(filled.at[slot])
 
@@ -119,12 +120,10 @@ def gradients(
         exact, given = rounded(x, bf16), dx
         found = [((exact.astype(f32) if over is None else exact.astype(f32) * over) * dx).sum(axis=1)]
         plgpu.commit_smem()  # all have read it: what comes next may lie there
-        if rotation is not None:  # and the torque: what is turned of dx instead of x, with the other sign
-          cosine, sine = cosine_and_sine(radians(rotation.angles, turns, tile, part), interpret)
-          across_dx = quarter_turned(dx, interpret)
-          given = dx * cosine - across_dx * sine
-          speeds = across(by_coordinate(rotation.speed, part), shape)
-          found.append(-(exact.astype(f32) * across_dx * speeds).sum(axis=1))
+        if rotation is not None:
+          angle, speeds = radians(angles_here, turns, tile.number, part), by_coordinate(rotation.speed, part)
+          given, torque = rotated_back(dx, exact.astype(f32), angle, speeds, interpret)
+          found.append(torque)
         out_smem[slot, part] = (given * down(factors, shape)).astype(dtype)
 
         @pl.when((part == 0) & (n + 1 < several))

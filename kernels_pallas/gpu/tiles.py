@@ -133,13 +133,18 @@ class TokenTile(NamedTuple):
 
   def by_token(self, ref: Any) -> Float[Array, "rows"]:
     """A number for each token, of a vector over time."""
-    numbers: Array = plgpu.load(ref.at[self.rows], layout=WGMMA.reduce(1), optimized=False)
-    return numbers
+    return by_token(ref, self.number)
 
 
 def columns(part: Any) -> Any:
   """Coordinates of a part of a head."""
   return pl.ds(part * WIDTH, WIDTH)
+
+
+def by_token(ref: Any, tile: Any) -> Float[Array, "rows"]:
+  """A number for each token of a tile of ROWS, of a vector over time."""
+  numbers: Array = plgpu.load(ref.at[pl.ds(tile * ROWS, ROWS)], layout=WGMMA.reduce(1), optimized=False)
+  return numbers
 
 
 def by_coordinate(ref: Any, part: Any) -> Float[Array, "columns"]:
