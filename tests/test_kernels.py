@@ -258,6 +258,8 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 INTERPRETED = [
   # Two tiles far, one of them for half of the queries only, and gates that leave something of them.
   Case(T=400, B=1, H=1, d=32, dv=32, gate="weak", rotation="none", dtype="bfloat16", entry="attention"),
+  # Queries that the forward kernel rotates, and keys whose gradients the backward one rotates back.
+  Case(T=200, B=1, H=1, d=32, dv=32, gate="weak", dtype="bfloat16", entry="attention"),
   slow(Case(T=400, B=1, H=1, d=32, dv=32, gate="weak", dtype="bfloat16", entry="attention")),
   slow(
     Case(
@@ -394,6 +396,20 @@ def test_a_chunked_pass_without_gradients_is_right_on_the_chip(case):
   results = jax.jit(functools.partial(call, implementation="pallas"))(x)
   tolerance = TOLERANCE[case.dtype] if case.entry == "attention" else 8e-3
   assert_results_close(jax.tree.map(np.asarray, results), reference(case), tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("used", [["y"], ["S", "Z"]], ids=str)
+def test_results_that_nobody_uses_take_no_part_in_gradients(used):
+  case = Case(T=100, B=1, H=1, d=32, dv=32, rotation="none", dtype="bfloat16", entry="prefill")
+  (x, rest), weights = inputs(case), cotangents(case)
+  run = attend(case, plgpu.InterpretGPUParams())
+  results = comparing.with_gradients(
+    lambda x: {name: y for name, y in run(x, rest).items() if name in used}, x, {name: weights[name] for name in used}
+  )
+  weights = {name: w if name in used else jnp.zeros_like(w) for name, w in weights.items()}
+  expected = comparing.reference_results(x, rest, weights, power=2)
+  assert_results_close(jax.tree.map(np.asarray, results), expected, 8e-3)
 
 
 @pytest.mark.slow

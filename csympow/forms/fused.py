@@ -151,7 +151,7 @@ def _backward(
   dtype: DTypeLike,
   return_memory: bool,
   saved: _Saved,
-  cotangents: tuple[Float[Array, "B T H g dv"], Memory | None],
+  cotangents: tuple[Any, Memory | None],
 ) -> tuple[near.Tokens, Memory | None]:
   del return_memory
   (dy, dfinal), x, power = _instantiated(cotangents, saved, dtype), saved.operands, settings.power
