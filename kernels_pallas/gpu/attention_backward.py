@@ -330,7 +330,7 @@ def _backward(
       last_dq = pl.run_scoped(last_product, plgpu.ACC((ROWS, k_wide), f32))
       wait_if(visits > 1, dq_freed)
       hand_over(last_dq, buffer)
-      plgpu.barrier_wait(dq_freed)
+      # While that is added to memory.
       dk_smem = dq_smem.at[0, thread]
       if as_given:
         dk_smem = k_smem.at[0, thread] if head_dim == k_wide else ds_smem.at[0, 0, thread]
@@ -345,6 +345,7 @@ def _backward(
           dk, torque = unrotated(dk, mine)
           sums_ref[1][b, kv, here] = torque
         dk = (dk * down(by_token(way_back_smem.factor, thread), dk.shape)).astype(dtype)
+      plgpu.barrier_wait(dq_freed)  # all is free now: neither warpgroup reads what lay here
       dk_smem[...] = dk
       dv_smem = v_smem.at[thread] if value_dim == v_wide else ds_smem.at[1, 0, thread]
       dv_smem[...] = dv.astype(half)
