@@ -259,7 +259,7 @@ INTERPRETED = [
   # Two tiles far, one of them for half of the queries only, and gates that leave something of them.
   Case(T=400, B=1, H=1, d=32, dv=32, gate="weak", rotation="none", dtype="bfloat16", entry="attention"),
   # Queries that the forward kernel rotates, and keys whose gradients the backward one rotates back.
-  Case(T=200, B=1, H=1, d=32, dv=32, gate="weak", dtype="bfloat16", entry="attention"),
+  Case(T=300, B=1, H=1, groups=2, d=32, dv=32, gate="weak", segments="packed", dtype="bfloat16", entry="attention"),
   slow(Case(T=400, B=1, H=1, d=32, dv=32, gate="weak", dtype="bfloat16", entry="attention")),
   slow(
     Case(
@@ -396,6 +396,29 @@ def test_a_chunked_pass_without_gradients_is_right_on_the_chip(case):
   results = jax.jit(functools.partial(call, implementation="pallas"))(x)
   tolerance = TOLERANCE[case.dtype] if case.entry == "attention" else 8e-3
   assert_results_close(jax.tree.map(np.asarray, results), reference(case), tolerance)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_whether_the_gradient_of_rates_is_asked_for_does_not_depend_on_who_else_asked(remat, monkeypatch):
+  case = Case(T=256, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
+  x, rest = inputs(case)
+  lost = comparing.recorded(monkeypatch, near, "way_back")
+
+  def call(q, rates):
+    return attend(case)(x | {"q": q}, rest | {"rates": rates})["y"]
+
+  def gradients(q, rates, dy):
+    function = jax.checkpoint(call) if remat else call
+    _, with_rates = jax.vjp(function, q, rates)
+    _, without = jax.vjp(lambda q: function(q, rates), q)
+    found = with_rates(dy)
+    assert not lost
+    without(dy)
+    assert len(lost) == 1
+    return found
+
+  jax.eval_shape(gradients, x["q"], rest["rates"], cotangents(case)["y"])  # traced for the chip, and not run
+  assert len(lost) == 1
 
 
 @pytest.mark.slow

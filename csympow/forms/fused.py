@@ -3,7 +3,6 @@
 The products with a state are XLA's.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from csympow import gates
 from csympow.forms import anchors, expanded, memory, near, near_tpu, rotating
@@ -25,14 +24,6 @@ _KERNELS: dict[str, Any] = {"gpu": near, "tpu": near_tpu}
 _STATES: dict[str, Any] = {"memory": memory, "expanded": expanded}
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-  """Which gradients will be asked for, besides those that always are."""
-
-  turns: bool = True  # of a rotation
-
-
 class _Saved(NamedTuple):
   """What the backward pass needs."""
 
@@ -43,7 +34,9 @@ class _Saved(NamedTuple):
   final: Memory | None
   y: arrays.Outputs
   denominator: Float[Array, "B H g T 1"] | None = None  # the normaliser as the state counts it
-  asked: _Asked = _Asked()
+  # Of no number if nobody asks for the gradient of a rotation's turns. A shape belongs to one differentiation, where
+  # the structure of residuals is, to JAX, that of whichever traced the same call last.
+  turns_asked_for: Bool[Array, "n"] | None = None
 
 
 def attend(
@@ -124,10 +117,10 @@ def _forward_for_gradients(
   x: Any, memory: Any, settings: Settings, dtype: DTypeLike, return_memory: bool
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved]:
   """`_forward` of arrays that are told whether they are differentiated."""
-  asked = _Asked(turns=x.rotation is not None and x.rotation.turns.perturbed)
+  asked = x.rotation is not None and x.rotation.turns.perturbed
   x, memory = jax.tree.map(lambda primal: primal.value, (x, memory))
   results, saved = _forward(x, memory, settings, dtype, return_memory)
-  return results, saved._replace(asked=asked)
+  return results, saved._replace(turns_asked_for=jnp.ones(int(asked), bool))
 
 
 def _instantiated(
@@ -157,7 +150,8 @@ def _backward(
   (dy, dfinal), x, power = _instantiated(cotangents, saved, dtype), saved.operands, settings.power
   kernels, rotation = _KERNELS[settings.chip], saved.rotation
   how: dict[str, Any] = {}
-  if settings.chip == "gpu" and saved.sequence is None and not saved.asked.turns:
+  asked = saved.turns_asked_for is None or saved.turns_asked_for.size > 0
+  if settings.chip == "gpu" and saved.sequence is None and not asked:
     how = {"way_back": near.way_back(x, rotation, power), "dtype": dtype}
   inside = kernels.backward(x, near.cotangents(saved.y, dy), power, settings.interpret, **how)
   dv = inside.v

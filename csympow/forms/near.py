@@ -2,9 +2,10 @@
 
 Queries are scaled by a power of two so that their largest coordinate is between 1/2 and 1, which the normalisation
 cancels, and so are keys, whose weights are scaled by the p-th power of that, relative to the longest key of the head.
-Queries of short sequences are not copied, for the kernel scales them itself, and rotates them. Nor are keys that are
-not rotated, in bfloat16, there and in wide heads if gradients are wanted: the kernel reads them as they are, and scales
-queries by the longest key of the head, too.
+Where there is no state, and heads are not wide, queries of short sequences are not copied if they are rotated, for the
+forward kernel scales and rotates them itself. Nor are they if nothing is rotated, in bfloat16, and then keys are not
+either: the kernel reads them as they are, and scales queries by the longest key of the head, too. So it does in wide
+heads if gradients are wanted.
 """
 
 import functools
@@ -138,10 +139,11 @@ def _gates(G: Total) -> _Gates:
 def operands(x: Tokens, settings: Settings, *, with_state: bool, save: bool) -> tuple[Operands, Total]:
   """Operands of attention over whole BLOCKs, beside a state or alone, and for gradients or without; and all gates."""
   short, wide = x.k.shape[1] <= SHORT, x.k.shape[-1] > 64
-  if not with_state and x.rotation is not None and short and not wide:
-    return _with_given_queries(x, settings)
-  fit = not with_state and x.rotation is None and all(a.dtype == jnp.bfloat16 for a in x[:3])
-  if fit and (short or (wide and save)):
+  if x.rotation is None:
+    fit = all(a.dtype == jnp.bfloat16 for a in x[:3]) and (short or (wide and save))
+  else:
+    fit = short and not wide
+  if fit and not with_state:
     return _with_given_queries(x, settings)
   G, largest = survey(x, settings)
   found = exponents(x, largest)
@@ -155,7 +157,7 @@ def _with_given_queries(x: Tokens, settings: Settings) -> tuple[Operands, Total]
   if turned is None:
     G, largest = survey(x, settings)
     found, plain, exponent = _exponent(largest), x.k, jnp.zeros(x.k.shape[:-1], jnp.int32)
-    # As `_longest` has it but for keys that are all 0, whose queries may be anything below 2 ** 125 then, and so that
+    # As `_of_keys` has it but for keys that are all 0, whose queries may be anything below 2 ** 125 then, and so that
     # nothing is left to do after the reduction.
     top = jnp.max(jnp.where(found > _LARGEST, LEAST, jnp.minimum(found, _MOST_AS_GIVEN)), axis=1)
     gates, unit = _gates(G), power_of_two(-top)
@@ -259,15 +261,20 @@ def exponents(x: Tokens, largest: Float[Array, "B T H"] | None = None) -> Expone
   return Exponents(_of_queries(_largest(x.q), room), *of_keys)
 
 
-# No more than MOST, or 2 to less than minus that would be no normal number; 16 bits have room for the rest.
 def _of_queries(largest: Float[Array, "*lead"], room: int) -> Int[Array, "*lead"]:
-  """As `tiles.power_of_two` has it."""
+  """Exponents by their largest coordinates, as `tiles.power_of_two` has them: of 0 and what is as small, 0.
+
+  No more than MOST, or 2 to less than minus that would be no normal number; 16 bits have room for the rest.
+  """
   exponent = _exponent(largest)
   return jnp.minimum(jnp.where(exponent == LEAST, 0, exponent + room), MOST)
 
 
 def _of_keys(largest: Float[Array, "B T H"], room: int) -> tuple[Int[Array, "B T H"], Int[Array, "B H"]]:
-  """And the largest of these: of no key there is no length, nor of one that is no number."""
+  """The same of keys, and of the longest: of no key there is no length, nor of one that is no number.
+
+  What is as small as 0 weighs as little beside any other key: copies that find their own scales have 0 for it.
+  """
   exponent = _exponent(largest)
   top = jnp.max(jnp.where(exponent > _LARGEST, LEAST, exponent), axis=1)
   return jnp.minimum(exponent + room, MOST), jnp.minimum(jnp.where(top == LEAST, 0, top + room), MOST)
@@ -463,7 +470,7 @@ def finished(
   total = None
   if found_q.turned is not None and found_k.turned is not None:
     total = of_token(found_q.turned), of_token(found_k.turned)
-  if dx.pulled is not None:
+  if dx.turned is not None:  # by the kernel, which has rotated dk back
     return *given, Pulls(pulled, None, total)
   dq, dk = (
     a if other is None else jnp.where(other.has_state[:, None, :, None] > 0, a, other.dx)

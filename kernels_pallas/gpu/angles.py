@@ -64,6 +64,11 @@ def memory(angles: Angles, many: int, *lead: int) -> Any:
   return Angles(*found)
 
 
+def parts_of(x: Float[Array, "rows d"]) -> list[Float[Array, "rows columns"]]:
+  """Coordinates of vectors, as many as have their angles together."""
+  return [x[:, n : n + WIDTH] for n in range(0, x.shape[1], WIDTH)]
+
+
 def along(angles: Any, tile: Any, parts: int | None = None) -> Along:
   """From those of a head, with `first` of all its `parts`, if they are known."""
   first = None

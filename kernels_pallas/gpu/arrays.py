@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Array, BFloat16, Float, Float16, Int
+from jaxtyping import Array, Float, Float16, Int
 
 
 class Keys(NamedTuple):
@@ -16,7 +16,7 @@ class Keys(NamedTuple):
   decay: Float[Array, "B H tiles"]  # the discount across each tile
   first: Int[Array, "B H tiles"]  # the earliest tile that is read: by a block of the grid, its first tile's
   totals: Float[Array, "4 B H n"]  # of the log gates before each tile and at its end, high and low each
-  top: Int[Array, "B H"] | None = None  # queries come as they were given: once scaled they are divided by 2 to this
+  top: Int[Array, "B H"] | None = None  # they come as they were given: scaled queries are divided by 2 to this
 
 
 class Carried(NamedTuple):
@@ -34,5 +34,5 @@ class Outputs(NamedTuple):
   high: Float[Array, "B T Hq dv"]
   low: Float[Array, "B T Hq dv"] | None  # what rounding `high` lost
   normaliser: Float[Array, "B Hq T"]
-  scaled: BFloat16[Array, "B T Hq d"] | None = None  # queries that were scaled here, for the backward pass
-  exponent: Int[Array, "B Hq T"] | None = None  # they were divided by 2 to this, besides the keys' `top`
+  scaled: Float[Array, "B T Hq d"] | None = None  # queries that were scaled and rotated here, for the backward pass
+  exponent: Int[Array, "B Hq T"] | None = None  # they were divided by 2 to this, and by 2 to the keys' `top`, if any

@@ -29,13 +29,12 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
-from kernels_pallas.gpu.angles import Angles, along, memory, of_tiles, radians, rotated_back
+from kernels_pallas.gpu.angles import Angles, along, memory, of_tiles, parts_of, radians, rotated_back
 from kernels_pallas.gpu.arrays import Keys
 from kernels_pallas.gpu.tiles import (
   ROWS,
   TILE,
   WGMMA,
-  WIDTH,
   across,
   by_coordinate,
   by_token,
@@ -151,6 +150,7 @@ def _backward(
   folded = 0 if wide or not folding else 1  # the place of folded keys: that of plain ones, or the next
   rotated = way_back is not None and way_back.angles is not None
   assert way_back is None or not (as_given or wide or folding)
+  assert jnp.dtype(dtype).itemsize == 2
   ours = [pl.ds(min(part * 64, all_of - some), some) for all_of, some in ((head_dim, k_wide), (value_dim, v_wide))]
 
   def kernel(*refs):
@@ -185,14 +185,12 @@ def _backward(
     def unrotated(dk, mine):
       """And the torque."""
       angles, turns = way_back_smem.angles, along(way_back_smem.angles, thread)
-      found, torques = [], []
-      for m in range(head_dim // WIDTH):
+      found = []
+      for m, part in enumerate(zip(parts_of(dk), parts_of(mine), strict=True)):
         angle, speeds = radians(angles, turns, thread, m), by_coordinate(way_back_smem.speed, m)
-        some, other = (x[:, m * WIDTH : (m + 1) * WIDTH] for x in (dk, mine))
-        back, torque = rotated_back(some, other, angle, speeds, interpret)
-        found.append(back)
-        torques.append(torque)
-      return jnp.concatenate(found, axis=1), functools.reduce(jnp.add, torques)
+        found.append(rotated_back(*part, angle, speeds, interpret))
+      back, torques = zip(*found, strict=True)
+      return jnp.concatenate(back, axis=1), functools.reduce(jnp.add, torques)
 
     @pl.when(thread < 2)
     def compute():
@@ -345,7 +343,8 @@ def _backward(
           dk, torque = unrotated(dk, mine)
           sums_ref[1][b, kv, here] = torque
         dk = (dk * down(by_token(way_back_smem.factor, thread), dk.shape)).astype(dtype)
-      plgpu.barrier_wait(dq_freed)  # all is free now: neither warpgroup reads what lay here
+      # All is free now: both warpgroups have handed over their last dQ, so that no product reads keys or dS any more.
+      plgpu.barrier_wait(dq_freed)
       dk_smem[...] = dk
       dv_smem = v_smem.at[thread] if value_dim == v_wide else ds_smem.at[1, 0, thread]
       dv_smem[...] = dv.astype(half)

@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
-from kernels_pallas.gpu.angles import Angles, along, memory, of_tiles, radians, rotated
+from kernels_pallas.gpu.angles import Angles, along, memory, of_tiles, parts_of, radians, rotated
 from kernels_pallas.gpu.arrays import Carried, Keys, Outputs
 from kernels_pallas.gpu.tiles import (
   IN_TILE,
@@ -40,7 +40,6 @@ from kernels_pallas.gpu.tiles import (
   ROWS,
   TILE,
   WGMMA,
-  WIDTH,
   across,
   by_eights,
   causal,
@@ -374,8 +373,8 @@ def forward(
         x = x * jnp.exp2(-place.top.astype(f32))
       if angles is not None:
         here = jax.tree.map(lambda smem: smem.at[place.room], angles_smem)
-        turns, parts = along(here, thread), [x[:, n : n + WIDTH] for n in range(0, head_dim, WIDTH)]
-        turned = [rotated(part, radians(here, turns, thread, n), interpret) for n, part in enumerate(parts)]
+        turns = along(here, thread)
+        turned = [rotated(part, radians(here, turns, thread, n), interpret) for n, part in enumerate(parts_of(x))]
         x = jnp.concatenate(turned, axis=1)
       q_smem[mine] = x.astype(q_smem.dtype)
       plgpu.commit_smem()

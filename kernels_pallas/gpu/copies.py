@@ -2,7 +2,7 @@
 
 x_i    = R(angle_i) scale_i given_i         rounded to float16
 copy_i = factor_i x_i                       in a type of its own, by token or time last
-scale_i                                     given, or a power of two by which the largest coordinate is below 1
+scale_i                                     given, or a power of two by which the largest coordinate fits
 
 grid              a block of one warpgroup takes 64 tokens of one head, a few coordinates after another; where there are
                   many, a few such tiles, of which the next one comes meanwhile
