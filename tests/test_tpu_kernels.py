@@ -261,6 +261,7 @@ def test_a_program_planned_for_a_tpu_is_right_where_there_is_none():
   comparing.assert_close(y, reference(case)["y"], 5e-3, "y")
 
 
+@pytest.mark.slow
 def test_wide_heads_and_tiles_by_twos_are_right():
   """As XLA's code: the strict interpreter takes minutes for these. Gates leave much of one chunk to the next."""
   case = case_of(T=600, chunk_size=256, d=128, gate="weak", rotation="none")
