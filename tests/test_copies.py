@@ -7,7 +7,7 @@ import pytest
 
 import csympow
 from csympow import rotation
-from csympow.forms import near, rotating
+from csympow.forms import near, rotating, scales
 from csympow.forms.spans import Settings
 from kernels_pallas.gpu import arrays, attention_backward
 from kernels_pallas.gpu.copies import Copy, copies
@@ -70,7 +70,7 @@ def test_copies_find_powers_of_two_for_themselves():
   tokens = near.Tokens(x.reshape(1, T, H, G, D), x[:, :, :H], x[:, :, :H], None, rotating.Rotation(*(None,) * 4))
   expected = np.moveaxis(np.asarray(near.exponents(tokens).q.reshape(1, T, H * G)), 1, 2)
   found, largest = copies(x, [Copy(jnp.float16)], room=1, angles=angles, interpret=INTERPRETED)
-  np.testing.assert_array_equal(near._of_queries(largest, room=1), expected)
+  np.testing.assert_array_equal(scales.of_queries(largest, room=1), expected)
   scaled = turn(x, radians) * 2.0 ** -np.moveaxis(expected, 1, 2)[..., None].astype(np.float64)
   comparing.assert_close(found, scaled, 4e-4, "found")
   assert np.max(np.abs(found)) < 1

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from csympow.forms import near
+from csympow.forms import near, scales
 from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
 from kernels_pallas.gpu.tiles import BLOCK, TILE
@@ -34,8 +34,8 @@ def test_tokens_as_given_have_the_scale_of_their_largest_number_up_to_a_most_and
 
 def test_powers_of_two_are_exact():
   exponents = np.arange(-126, 128)
-  np.testing.assert_array_equal(near.power_of_two(jnp.array(exponents))[:, 0], 2.0**exponents)
-  np.testing.assert_array_equal(near.power_of_two(jnp.array([-1000, -127, 128, 1000]))[:, 0], [0, 0, np.inf, np.inf])
+  np.testing.assert_array_equal(scales.power_of_two(jnp.array(exponents))[:, 0], 2.0**exponents)
+  np.testing.assert_array_equal(scales.power_of_two(jnp.array([-1000, -127, 128, 1000]))[:, 0], [0, 0, np.inf, np.inf])
 
 
 # Of queries and of keys, in exponents of 2.

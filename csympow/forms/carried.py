@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from csympow.features import pairs, symmetric
-from csympow.forms import anchors, near, near_tpu, rotating
+from csympow.forms import anchors, near, near_tpu, rotating, scales
 from csympow.forms.memory import Memory
 from csympow.forms.near_tpu import time_first, vectors
 from csympow.forms.spans import Settings
@@ -70,14 +70,14 @@ def _forward(
 ) -> tuple[tuple[Float[Array, "B T H g dv"], State | None], _Saved]:
   G = near_tpu.running(tokens.log_gate, settings)
   chunks, *exponents = near_tpu.chunks(tokens, G, settings.chunk)
-  scales = _Scales(*exponents)
-  scale = near.state_scale(scales.top)
+  divided_by = _Scales(*exponents)
+  scale = near.state_scale(divided_by.top)
   if initial is not None:
     initial = State(initial.S / scale, initial.Z / scale)
   forward = functools.partial(chunked_forward.forward, return_final=return_final)
   y, final = on_chip(forward, settings.interpret, chunks, initial)
   result = None if final is None else State(final.S * scale, final.Z * scale)
-  saved = _Saved(chunks, scales, tokens.rotation, initial, final, y)
+  saved = _Saved(chunks, divided_by, tokens.rotation, initial, final, y)
   return (time_first(y.y).astype(dtype), result), saved
 
 
@@ -110,8 +110,8 @@ def _backward(
   by_state = anchors.Ends(_pulled(ends, weight), turned)
   dlog_gate, drotation = anchors.cotangents(pulls, by_state, saved.rotation, reach=_reach(x))
 
-  dq = 2 * dq * near.power_of_two(-saved.scales.q)
-  dk = 2 * dk[..., 0, :] * near.power_of_two(-saved.scales.top)[:, None]
+  dq = 2 * dq * scales.power_of_two(-saved.scales.q)
+  dk = 2 * dk[..., 0, :] * scales.power_of_two(-saved.scales.top)[:, None]
   dtokens = near.Tokens(dq, dk, dv, dlog_gate, drotation)
   dinitial = None if saved.initial is None else State(dinitial.S * weight / scale, dinitial.Z / scale)
   dtypes = (dtype if dinitial is None else jnp.float32, dtype)
@@ -124,7 +124,7 @@ _attend.defvjp(_forward, _backward)
 def _rows(saved: _Saved, dy: Float[Array, "B T H g dv"]) -> chunked_backward.Rows:
   y, normaliser, heard = saved.y
   inverse = near.inverse(normaliser)
-  rounded = near.rounded(jnp.moveaxis(dy, 1, -1), near.BFLOAT16)
+  rounded = scales.rounded(jnp.moveaxis(dy, 1, -1), scales.BFLOAT16)
   return chunked_backward.Rows(
     dy=rounded.astype(jnp.bfloat16),
     inverse=inverse,

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from csympow import gates
-from csympow.forms import anchors, expanded, memory, near, near_tpu, rotating
+from csympow.forms import anchors, expanded, memory, near, near_tpu, rotating, scales
 from csympow.forms.chunked import Sequence, inputs_of, normalised_backward
 from csympow.forms.memory import Memory, Written, discounted, empty, inner
 from csympow.forms.spans import SMALLEST, Inputs, Settings, Sums, for_each, heads_first, over_normaliser, time_first
@@ -230,4 +230,4 @@ def _in_kernels_scale(normaliser: Float[Array, "B H g T 1"], x: Any, power: int)
 
 def _scale(x: Any, power: int) -> Float[Array, "B H g T 1"]:
   """What the kernels' weights were divided by; 0 where that would be too small for a normal number."""
-  return heads_first(near.power_of_two(power * (x.q_exponent + x.top[:, None, :, None])))
+  return heads_first(scales.power_of_two(power * (x.q_exponent + x.top[:, None, :, None])))

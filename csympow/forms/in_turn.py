@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from csympow.forms import fused, near, rotating
+from csympow.forms import fused, near, rotating, scales
 from csympow.forms.memory import Memory, empty
 from csympow.forms.spans import Settings, in_spans
 
@@ -22,7 +22,7 @@ def attend(
   if memory is None:  # then all keys can be scaled alike, and no power of them is out of range
     longest = lax.stop_gradient(near.exponents(x).top)
     memory = empty(x.k.astype(jnp.float32), x.v, settings.power)
-  k = (x.k * near.power_of_two(-longest)[:, None]).astype(x.k.dtype)
+  k = (x.k * scales.power_of_two(-longest)[:, None]).astype(x.k.dtype)
 
   def advance(memory: Memory, x: near.Tokens) -> tuple[Memory, Float[Array, "B t H g dv"]]:
     y, after = fused.attend(x, memory, settings, dtype, return_memory=True)
@@ -33,5 +33,5 @@ def attend(
   chunks = near.Tokens(q, k, v, log_gate, rotating.by_spans(x.rotation, count))
   final, y = lax.scan(advance, memory, chunks)
   y = jnp.moveaxis(y, 0, 1)
-  scale = near.power_of_two(jnp.clip(settings.power * longest, -126, 126))[..., None]
+  scale = scales.power_of_two(jnp.clip(settings.power * longest, -126, 126))[..., None]
   return y.reshape(y.shape[0], -1, *y.shape[3:]), Memory(*(a * scale for a in final)) if return_memory else None

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 
+from csympow.forms import scales
 from csympow.forms.rotating import Rotation, angles, padded, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head, for_each
 from csympow.forms.visible import Tiles, Visible, all_alike, in_whole_rows, visible, without_states
@@ -25,10 +25,8 @@ from kernels_pallas.gpu import arrays, attention_backward, attention_forward, gr
 from kernels_pallas.gpu.angles import Angles
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.tiles import TILE, attention_widths
-from kernels_pallas.weights import LEAST, LOG2E, MOST, SMALLEST
+from kernels_pallas.weights import LEAST, LOG2E, SMALLEST
 
-FLOAT16, BFLOAT16 = (5, 10), (8, 7)  # bits of exponent and mantissa
-_LARGEST = 128  # the exponent of the largest number
 # Queries times 2 to minus more would lose small coordinates. Float32 has room for scores of longer keys, to the fourth
 # power at least; to higher ones for keys up to 2 ** 115.
 _MOST_AS_GIVEN = 110
@@ -156,18 +154,18 @@ def _with_given_queries(x: Tokens, settings: Settings) -> tuple[Operands, Total]
   room, turned, interpret = _room(x.rotation), angles(x.rotation), settings.interpret
   if turned is None:
     G, largest = survey(x, settings)
-    found, plain, exponent = _exponent(largest), x.k, jnp.zeros(x.k.shape[:-1], jnp.int32)
-    # As `_of_keys` has it but for keys that are all 0, whose queries may be anything below 2 ** 125 then, and so that
-    # nothing is left to do after the reduction.
-    top = jnp.max(jnp.where(found > _LARGEST, LEAST, jnp.minimum(found, _MOST_AS_GIVEN)), axis=1)
-    gates, unit = _gates(G), power_of_two(-top)
+    found, plain, exponent = scales.exponent(largest), x.k, jnp.zeros(x.k.shape[:-1], jnp.int32)
+    # As `scales.of_keys` has it but for keys that are all 0, whose queries may be anything below 2 ** 125 then, and so
+    # that nothing is left to do after the reduction.
+    top = jnp.max(jnp.where(found > scales.LARGEST, LEAST, jnp.minimum(found, _MOST_AS_GIVEN)), axis=1)
+    gates, unit = _gates(G), scales.power_of_two(-top)
     log_scale = jnp.zeros_like(gates.since_start)
   else:
     G = prefix_sum(x.log_gate, kernel=totals_kernel(settings))
     plain, largest = copies(x.k, [Copy(jnp.float16)], room=room, angles=turned, interpret=interpret)
-    exponent, top = _of_keys(jnp.swapaxes(largest, 1, 2), room)
+    exponent, top = scales.of_keys(jnp.swapaxes(largest, 1, 2), room)
     gates, unit = _gates(G), jnp.ones((1, 1, 1))
-    log_scale = _log_scale(exponent, top, settings.power)
+    log_scale = scales.log_scale(exponent, top, settings.power)
   fold = jnp.exp2((gates.until_end + log_scale) / settings.power)
   q, v = x.q.reshape(batch, time, -1, head_dim), x.v.astype(jnp.bfloat16)
 
@@ -208,7 +206,7 @@ def operands_and_copies(
   """
   power = settings.power
   batch, time, _, head_dim = x.k.shape
-  gates, log_scale = _gates(G), _log_scale(exponents.k, exponents.top, power)
+  gates, log_scale = _gates(G), scales.log_scale(exponents.k, exponents.top, power)
   fold = jnp.exp2((gates.until_end + log_scale) / power)
 
   turned = angles(x.rotation)
@@ -216,12 +214,12 @@ def operands_and_copies(
   of_q, of_k = [Copy(jnp.float16), *of_q], [Copy(jnp.float16), *(of_folded if folding else ()), *of_k]
   q, q_exponent = x.q.reshape(batch, time, -1, head_dim), exponents.q
   if q.dtype == jnp.float32:
-    q = (x.q * power_of_two(-q_exponent)).astype(jnp.float16).reshape(q.shape)
+    q = (x.q * scales.power_of_two(-q_exponent)).astype(jnp.float16).reshape(q.shape)
     q, *q_copies = copies(q, of_q, angles=turned, interpret=settings.interpret)
   else:
     room = _room(x.rotation)
     q, *q_copies, largest = copies(q, of_q, room=room, angles=turned, interpret=settings.interpret)
-    q_exponent = jnp.moveaxis(_of_queries(largest, room), 1, 2).reshape(q_exponent.shape)
+    q_exponent = jnp.moveaxis(scales.of_queries(largest, room), 1, 2).reshape(q_exponent.shape)
   scale = by_head(jnp.exp2(-exponents.k.astype(jnp.float32)))
   plain, *k_copies = copies(x.k, of_k, scale=scale, angles=turned, interpret=settings.interpret)
   folded = k_copies.pop(0) if folding else None
@@ -257,32 +255,8 @@ def read_without_states(x: Operands, heads: Bool[Array, "B H"]) -> Operands:
 def exponents(x: Tokens, largest: Float[Array, "B T H"] | None = None) -> Exponents:
   """Such that the largest coordinate of each is between 1/2 and 1; that of keys may be known."""
   room = _room(x.rotation)
-  of_keys = _of_keys(_largest(x.k) if largest is None else largest, room)
-  return Exponents(_of_queries(_largest(x.q), room), *of_keys)
-
-
-def _of_queries(largest: Float[Array, "*lead"], room: int) -> Int[Array, "*lead"]:
-  """Exponents by their largest coordinates, as `tiles.power_of_two` has them: of 0 and what is as small, 0.
-
-  No more than MOST, or 2 to less than minus that would be no normal number; 16 bits have room for the rest.
-  """
-  exponent = _exponent(largest)
-  return jnp.minimum(jnp.where(exponent == LEAST, 0, exponent + room), MOST)
-
-
-def _of_keys(largest: Float[Array, "B T H"], room: int) -> tuple[Int[Array, "B T H"], Int[Array, "B H"]]:
-  """The same of keys, and of the longest: of no key there is no length, nor of one that is no number.
-
-  What is as small as 0 weighs as little beside any other key: copies that find their own scales have 0 for it.
-  """
-  exponent = _exponent(largest)
-  top = jnp.max(jnp.where(exponent > _LARGEST, LEAST, exponent), axis=1)
-  return jnp.minimum(exponent + room, MOST), jnp.minimum(jnp.where(top == LEAST, 0, top + room), MOST)
-
-
-def _log_scale(exponent: Int[Array, "B T H"], top: Int[Array, "B H"], power: int) -> Float[Array, "B H T"]:
-  """The logarithm of what scaled keys' weights are to be multiplied by."""
-  return power * by_head(exponent - top[:, None]).astype(jnp.float32)
+  of_keys = scales.of_keys(scales.largest(x.k) if largest is None else largest, room)
+  return Exponents(scales.of_queries(scales.largest(x.q), room), *of_keys)
 
 
 def _room(rotation: Rotation | None) -> int:
@@ -314,7 +288,7 @@ def cotangents(y: arrays.Outputs, dy: Float[Array, "B T H g dv"]) -> Cotangents:
   """From queries' outputs and normalisers."""
   exact = y.high.astype(jnp.float32) + (0.0 if y.low is None else y.low.astype(jnp.float32))
   dy = dy.reshape(exact.shape)
-  rounded_dy = dy if dy.dtype == jnp.bfloat16 else rounded(dy, BFLOAT16)
+  rounded_dy = dy if dy.dtype == jnp.bfloat16 else scales.rounded(dy, scales.BFLOAT16)
   delta = jnp.moveaxis(jnp.sum(rounded_dy * exact, axis=-1), 1, 2)
   return Cotangents(rounded_dy.astype(jnp.bfloat16), delta, inverse(y.normaliser))
 
@@ -327,7 +301,7 @@ def inverse(normaliser: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def state_scale(top: Int[Array, "B H"]) -> Float[Array, "B H 1 1"]:
   """What the kernels' states were divided by, where the longest key was by 2 to `top`: a number, whatever the keys."""
-  return power_of_two(jnp.clip(2 * top, -126, 126))[..., None]
+  return scales.power_of_two(jnp.clip(2 * top, -126, 126))[..., None]
 
 
 def backward(
@@ -347,7 +321,7 @@ def backward(
   group = x.q_exponent.shape[-1]
   gate = jnp.repeat(x.keys.gate, group, axis=1)
   if rounded_q is None and x.keys.top is None:
-    rounded_q = rounded(x.q, BFLOAT16).astype(jnp.bfloat16)
+    rounded_q = scales.rounded(x.q, scales.BFLOAT16).astype(jnp.bfloat16)
   rows = attention_backward.Rows(
     q=x.q,
     rounded=rounded_q,
@@ -387,7 +361,10 @@ def pulls(
 ) -> Pulls:
   """From the gradients by kernels, to which the factor p is missing."""
   shape = (*x.q_exponent.shape[:3], -1, dq.shape[-1])
-  q, k, dq, dk = (a.reshape(shape) for a in (rounded(x.q, BFLOAT16), rounded(x.keys.plain, BFLOAT16), dq, dk))
+  q, k, dq, dk = (
+    a.reshape(shape)
+    for a in (scales.rounded(x.q, scales.BFLOAT16), scales.rounded(x.keys.plain, scales.BFLOAT16), dq, dk)
+  )
   return pulls_of(q, k, dq, dk, rotation, power)
 
 
@@ -413,7 +390,7 @@ def unscaled(
 ) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
   """From the gradients by kernels those of rotated queries and keys."""
   dq = dq.reshape(*x.q_exponent.shape, -1)
-  return power * dq * power_of_two(-x.q_exponent), power * dk * power_of_two(-x.exponent)
+  return power * dq * scales.power_of_two(-x.q_exponent), power * dk * scales.power_of_two(-x.exponent)
 
 
 def before_rotation(dtokens: Tokens, rotation: Rotation | None, dtypes: tuple[DTypeLike, DTypeLike]) -> Tokens:
@@ -457,7 +434,7 @@ def finished(
     return jnp.sum(jnp.moveaxis(x, 1, 2).reshape(batch, time, heads, -1), axis=-1)
 
   dq, dk = dx.q, dx.k
-  unit = None if x.keys.top is None else power_of_two(-x.keys.top)[..., 0]
+  unit = None if x.keys.top is None else scales.power_of_two(-x.keys.top)[..., 0]
   found_q = back(x.q, dq, x.q_exponent, dtypes[0], without_state[0], unit)
   if dx.pulled is None:
     found_k = back(x.keys.plain, dk, x.exponent, dtypes[1], without_state[1])
@@ -476,30 +453,8 @@ def finished(
     a if other is None else jnp.where(other.has_state[:, None, :, None] > 0, a, other.dx)
     for a, other in zip((dq, dk), without_state, strict=True)
   )
-  q, k = (power * rounded(a, BFLOAT16).reshape(batch, time, heads, -1, a.shape[-1]) for a in (x.q, x.keys.plain))
+  q, k = (
+    power * scales.rounded(a, scales.BFLOAT16).reshape(batch, time, heads, -1, a.shape[-1]) for a in (x.q, x.keys.plain)
+  )
   by_pair = torque(q, dq.reshape(q.shape)), torque(k, dk.reshape(k.shape))
   return *given, Pulls(pulled, by_pair, total)
-
-
-def rounded(x: Array, bits: tuple[int, int]) -> Array:
-  """X in float32, as a 16-bit type holds it: a conversion there and back XLA would leave out."""
-  return lax.reduce_precision(x.astype(jnp.float32), *bits)
-
-
-def power_of_two(exponent: Int[Array, "*lead"]) -> Float[Array, "*lead 1"]:
-  """2 to the exponent, to the last bit, with an axis to multiply vectors by: 0 and inf beyond normal numbers.
-
-  Made of its bits: a longer computation XLA would put in a launch of its own.
-  """
-  biased = jnp.clip(exponent.astype(jnp.int32) + 127, 0, 255)
-  return lax.bitcast_convert_type(biased << 23, jnp.float32)[..., None]
-
-
-def _largest(x: Float[Array, "*lead d"]) -> Float[Array, "*lead"]:
-  """Coordinate, without its sign."""
-  return jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32)
-
-
-def _exponent(largest: Float[Array, "*lead"]) -> Int[Array, "*lead"]:
-  """The e with 2 ** (e - 1) <= the largest coordinate < 2 ** e."""
-  return jnp.maximum((lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 126, LEAST)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from csympow.forms import near, rotating
+from csympow.forms import near, rotating, scales
 from csympow.forms.spans import Settings
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu.arrays import Outputs
@@ -38,7 +38,7 @@ def running(log_gate: Float[Array, "B T H"], settings: Settings) -> Total:
 def chunks(x: near.Tokens, G: Total, size: int) -> tuple[Chunks, Int[Array, "B T H g"], Int[Array, "B H"]]:
   """The kernels' inputs, with gates counted from the start of each `size` tokens; queries' and keys' exponents."""
   q_exponent, _, top = near.exponents(x)
-  q, k = rotating.rotated(x.q * near.power_of_two(-q_exponent), x.k * near.power_of_two(-top)[:, None], x.rotation)
+  q, k = rotating.rotated(x.q * scales.power_of_two(-q_exponent), x.k * scales.power_of_two(-top)[:, None], x.rotation)
   G, before, end = near.spans(G, size)
 
   def row(a: Float[Array, "B H n t"]) -> Float[Array, "B H 1 T"]:
@@ -46,8 +46,8 @@ def chunks(x: near.Tokens, G: Total, size: int) -> tuple[Chunks, Int[Array, "B T
 
   return (
     Chunks(
-      q=jnp.moveaxis(near.rounded(q, near.BFLOAT16).astype(jnp.bfloat16), 1, -1),
-      k=jnp.moveaxis(near.rounded(k, near.BFLOAT16).astype(jnp.bfloat16), 1, -1),
+      q=jnp.moveaxis(scales.rounded(q, scales.BFLOAT16).astype(jnp.bfloat16), 1, -1),
+      k=jnp.moveaxis(scales.rounded(k, scales.BFLOAT16).astype(jnp.bfloat16), 1, -1),
       v=jnp.moveaxis(x.v.astype(jnp.bfloat16), 1, -1),
       gate=row((G - before) * LOG2E),
       until=row(jnp.exp(end - G)),
@@ -73,8 +73,8 @@ def forward(x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interp
   by_kernel = on_chip(lambda x, **how: attention_forward.forward(x, power=power, **how), interpret, x.chunks)
   batch, _, _, _, time = by_kernel.y.shape
   y = time_first(by_kernel.y).reshape(batch, time, -1, by_kernel.y.shape[3])
-  high, bits = y.astype(dtype), near.FLOAT16 if dtype == jnp.float16 else near.BFLOAT16
-  low = (y - near.rounded(y, bits)).astype(jnp.bfloat16) if save_low else None
+  high, bits = y.astype(dtype), scales.FLOAT16 if dtype == jnp.float16 else scales.BFLOAT16
+  low = (y - scales.rounded(y, bits)).astype(jnp.bfloat16) if save_low else None
   return Outputs(high, low, by_kernel.normaliser.reshape(batch, -1, time)), x
 
 
@@ -111,7 +111,7 @@ def unscaled(
 ) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
   """From the gradients by kernels those of rotated queries and keys."""
   dq = dq.reshape(*x.q_exponent.shape, -1)
-  return power * dq * near.power_of_two(-x.q_exponent), power * dk * near.power_of_two(-x.top)[:, None]
+  return power * dq * scales.power_of_two(-x.q_exponent), power * dk * scales.power_of_two(-x.top)[:, None]
 
 
 def finished(
