@@ -73,7 +73,7 @@ def queries(
       shifts.keep(carried, (kept_refs[0], kept_refs[1]), (*place, lax.div(n, jnp.int32(stretch))))
 
     for t in range(tiles):
-      shifts.double(keys, t, k_ref[0, 0, :, tile(t)])
+      shifts.pair(keys, t, k_ref[0, 0, :, tile(t)])
     high, low = shifts.pieces(Z[...])
 
     def prepare(g):
@@ -130,7 +130,7 @@ def queries(
     out_shape=[shape(x.q.shape, jnp.float32), *_kept_shapes(x, stretch)],
     scratch_shapes=[
       *Carried.scratch(head_dim, value_dim),
-      shifts.scratch_of_vectors(tiles, head_dim),
+      shifts.scratch_of_pairs(tiles, head_dim),
       shifts.scratch_of_vectors(group * tiles, head_dim),
       *Sums.scratch(group * tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
@@ -161,7 +161,7 @@ def keys(
     refs = list(more)
     final_refs = None if final is None else (refs.pop(0), refs.pop(0))
     dq_ref, dk_ref, dv_ref, *kept_refs = (refs.pop(0) for _ in range(7))
-    keys, queries, plain, shifted, cotangents, discounted, found, value_sums, *rooms = refs[3:]
+    keys, paired, queries, plain, shifted, cotangents, discounted, found, value_sums, *rooms = refs[3:]
     carried, sums = Carried(*refs[:3]), Sums(plain, shifted)
     dS, dZ = carried[:2]
     *place, step = (pl.program_id(axis) for axis in range(3))
@@ -179,6 +179,7 @@ def keys(
     for t in range(tiles):
       k, until = k_ref[0, 0, :, tile(t)], until_ref[0, 0, :, tile(t)]
       shifts.double(keys, t, k)
+      shifts.pair(paired, t, k)
       sums.clear(t)
       value_sums[t] = jnp.zeros_like(value_sums[t])
       dk_ref[0, 0, :, tile(t)] = 2 * until * (dot(high, k) + dot(low, k))
@@ -189,7 +190,7 @@ def keys(
     def prepare(g):
       for t in range(tiles):
         at = g * tiles + t
-        shifts.double(queries, at, q_ref[0, 0, g, :, tile(t)])
+        shifts.pair(queries, at, q_ref[0, 0, g, :, tile(t)])
         cotangents[at] = _discounted(dy_ref[0, 0, g, :, tile(t)], far_ref[0, 0, g, :, tile(t)])
       _inside(
         q_ref.at[0, 0, g], k_ref.at[0, 0], v_ref.at[0, 0], gate_ref.at[0, 0], dy_ref.at[0, 0, g],
@@ -211,7 +212,7 @@ def keys(
           for n, piece in enumerate(pieces):
             piece.add_transposed(sums, keys, some, found, discounted[:, lanes])
             for t in some[n * len(some) // len(pieces) : (n + 1) * len(some) // len(pieces)]:
-              value_sums[t] += dot(shifts.transposed(found_transposed), turn.features(keys, t))
+              value_sums[t] += dot(shifts.transposed(found_transposed), turn.features(paired, t))
             yield
 
       def writes(g, decay):
@@ -262,7 +263,8 @@ def keys(
     scratch_shapes=[
       *Carried.scratch(head_dim, value_dim),
       shifts.scratch_of_vectors(tiles, head_dim),
-      shifts.scratch_of_vectors(group * tiles, head_dim),
+      shifts.scratch_of_pairs(tiles, head_dim),
+      shifts.scratch_of_pairs(group * tiles, head_dim),
       *Sums.scratch(tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
       pltpu.VMEM((value_dim, chunk), jnp.bfloat16),

@@ -52,17 +52,17 @@ def forward(
       shifts.begin(carried, initial_refs, (*place,))
 
     for t in range(tiles):
-      shifts.double(keys, t, k_ref[0, 0, :, tile(t)])
+      shifts.pair(keys, t, k_ref[0, 0, :, tile(t)])
 
     def prepare(g):
       for t in range(tiles):
-        shifts.double(queries, g * tiles + t, q_ref[0, 0, g, :, tile(t)])
+        shifts.pair(queries, g * tiles + t, q_ref[0, 0, g, :, tile(t)])
 
     shifts.for_all_groups(group, prepare)
     decay = across_ref[0, 0, 0, n]
     discounted[...] = (v_ref[0, 0].astype(jnp.float32) * until_ref[0, 0]).astype(jnp.bfloat16)
     sums[...] = jnp.zeros_like(sums)
-    keys_down = [keys[t, :head_dim].T.astype(jnp.bfloat16) for t in range(tiles)]
+    keys_down = [shifts.tokens_down(k_ref[0, 0, :, tile(t)]) for t in range(tiles)]
     pulls = [shifts.column(gate_ref[0, 0, :, tile(t)]) for t in range(tiles)]
     high, low = shifts.pieces(Z[...])
 
@@ -144,8 +144,8 @@ def forward(
     out_shape=out_shape,
     scratch_shapes=[
       *Carried.scratch(head_dim, value_dim),
-      shifts.scratch_of_vectors(tiles, head_dim),
-      shifts.scratch_of_vectors(group * tiles, head_dim),
+      shifts.scratch_of_pairs(tiles, head_dim),
+      shifts.scratch_of_pairs(group * tiles, head_dim),
       pltpu.VMEM((group, value_dim, chunk), jnp.float32),
       pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
       shifts.scratch_of_features(tiles),

@@ -1,8 +1,9 @@
 """Features of a state at p = 2 on TPU, by cyclic shifts, turn by turn of a loop: see `kernels_pallas.tpu.shifts`.
 
-A register holds 8 rows, and shifts that differ by 8 meet in the same registers. Four of them make a series, r, r + 8,
-r + 16 and r + 24, which stands together in a state, in blocks of 8 coordinates i by its shifts: from one block to the
-next a single register of partners i + s goes and one comes, and so do sums to them.
+A register holds 16 coordinates in bfloat16, and shifts that differ by 16 meet in the same registers. A series is two of
+these, r and r + 16, or four with r + 8 and r + 24, which meet them in float32. It stands together in a state, in blocks
+of 16 coordinates i by its shifts: from one block to the next a single register of partners i + s goes and one comes,
+and so do sums to them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,26 +14,36 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, BFloat16, Float, Int
+from jaxtyping import Array, BFloat16, Float, Int, UInt32
 
 from kernels_pallas.tpu.shifts import LANES, NT, PART, ROWS, dot, scratch_of_vectors, side_by_side
 
-SUBLANES = 8  # coordinates of a tile's vectors in one register
-BLOCK = 4 * SUBLANES  # features of so many coordinates: their products by the shifts of a series
+PACKED = 16  # coordinates of a tile's vectors in one register of bfloat16s
+THIRTY_TWO = 2 * PACKED  # shifts whose series come before those of later shifts
+
+
+def offsets(head_dim: int) -> tuple[int, ...]:
+  """The shifts of a series beyond the least of them, in twos. In wide heads sums to more of them fit no registers."""
+  return (0, 16, 8, 24) if head_dim <= 64 else (0, 16)
 
 
 def coordinates(head_dim: int) -> tuple[Int[np.ndarray, "D"], Int[np.ndarray, "D"]]:
   """Whose products a state's features are: series by series, of the first 32 shifts and then the next, and the last."""
-  counts = (head_dim // 2 // BLOCK, SUBLANES, head_dim // SUBLANES, BLOCK // SUBLANES, SUBLANES)
+  of_series = np.array(offsets(head_dim))
+  leasts = THIRTY_TWO // of_series.size
+  counts = (head_dim // 2 // THIRTY_TWO, leasts, head_dim // PACKED, of_series.size, PACKED)
   thirty_twos, least, block, number, row = np.indices(counts).reshape(len(counts), -1)
   last = np.arange(head_dim // 2)
-  first = np.concatenate([block * SUBLANES + row, last])
-  shift = np.concatenate([thirty_twos * BLOCK + least + number * SUBLANES, np.full_like(last, head_dim // 2)])
+  first = np.concatenate([block * PACKED + row, last])
+  shift = np.concatenate([thirty_twos * THIRTY_TWO + least + of_series[number], np.full_like(last, head_dim // 2)])
   return first, (first + shift) % head_dim
 
 
 class Shifts(NamedTuple):
-  """The features of one turn of the loop, or some blocks of them; or, of no block, the half of the last shift."""
+  """The features of one turn of the loop, or some blocks of them; or, of no block, the half of the last shift.
+
+  A block is the products of 16 coordinates by the shifts of a series.
+  """
 
   turn: Any
   first: int
@@ -50,12 +61,17 @@ class Shifts(NamedTuple):
     d = self.head_dim
     if self.is_last:
       return pl.ds(d * d // 2, d // 2)
-    return pl.ds(pl.multiple_of(self.turn * ROWS + self.first * BLOCK, LANES), self.size)
+    return pl.ds(pl.multiple_of(self.turn * ROWS + self.first * self.block, LANES), self.size)
 
   @property
   def size(self) -> int:
     """How many features these are."""
-    return self.blocks * BLOCK or self.head_dim // 2
+    return self.blocks * self.block or self.head_dim // 2
+
+  @property
+  def block(self) -> int:
+    """How many features a block has."""
+    return len(offsets(self.head_dim)) * PACKED
 
   def room_in(self, transposed: Sequence[Any]) -> Any:
     """That of `scratch_of_transposed` which is as large as these."""
@@ -70,14 +86,15 @@ class Shifts(NamedTuple):
 
   def series(self) -> list["Series"]:
     """The same by series."""
-    in_series, found = self.head_dim // SUBLANES, []
-    for n in range(ROWS // BLOCK // in_series):
+    in_series, found = self.head_dim // PACKED, []
+    leasts, many = THIRTY_TWO // len(offsets(self.head_dim)), ROWS // self.block // in_series
+    for n in range(many):
       first, last = (min(max(block - n * in_series, 0), in_series) for block in (self.first, self.first + self.blocks))
       if first < last:
-        number = self.turn * (ROWS // BLOCK // in_series) + n
-        more = self.head_dim // 2 > BLOCK  # then the series from the eighth on have the next 32 shifts
-        passed = lax.div(number, jnp.int32(SUBLANES)) * (BLOCK - SUBLANES) if more else 0
-        found.append(Series(number + passed, first, last - first))
+        number = self.turn * many + n
+        more = self.head_dim // 2 > THIRTY_TWO  # then later series have the next 32 shifts
+        passed = lax.div(number, jnp.int32(leasts)) * (THIRTY_TWO - leasts) if more else 0
+        found.append(Series(number + passed, offsets(self.head_dim), first, last - first))
     return found
 
   def add_to_state(
@@ -118,22 +135,26 @@ class Shifts(NamedTuple):
       first += product.shape[0]
 
   def _products(self, x: Any, n: Any) -> Iterator[BFloat16[Array, "some t"]]:
-    half = self.head_dim // 2
+    """Of coordinates in pairs, as `shifts.pair` wrote them: from v6e on a chip multiplies both of a pair at once."""
     if self.is_last:
-      yield (x[n, :half] * x[n, half : 2 * half]).astype(jnp.bfloat16)
+      quarter = self.head_dim // 4
+      yield unpaired(x[n, 0, :quarter]) * unpaired(x[n, 0, quarter : 2 * quarter])
       return
     for series in self.series():
-      vectors, partners = (x[n, rows] for rows in series.windows())
-      for one, others in series.by_block(vectors, partners):
-        yield (one * others).astype(jnp.bfloat16)
+      plain, *shifted = series.paired_windows()
+      vectors, partners = unpaired(x[n, 0, plain]), [unpaired(x[n, series.parity, rows]) for rows in shifted]
+      for first in range(0, series.blocks * PACKED, PACKED):
+        coordinates = vectors[first : first + PACKED]
+        for others in partners:
+          yield jnp.concatenate([coordinates] * 2) * others[first : first + 2 * PACKED]
 
   def weighted(self, state: Float[Array, "f dv"]) -> Float[Array, "f dv"]:
     """Each product as often as it occurs in (q . k) ** 2."""
     if self.is_last:
       return 2.0 * state
-    row = self.first * BLOCK + lax.broadcasted_iota(jnp.int32, (state.shape[0], 1), 0)
-    in_first_series = (row < self.head_dim // SUBLANES * BLOCK) & (self.turn == 0)
-    square = in_first_series & (lax.rem(row, jnp.int32(BLOCK)) < SUBLANES)
+    row = self.first * self.block + lax.broadcasted_iota(jnp.int32, (state.shape[0], 1), 0)
+    in_first_series = (row < self.head_dim // PACKED * self.block) & (self.turn == 0)
+    square = in_first_series & (lax.rem(row, jnp.int32(self.block)) < PACKED)
     return jnp.where(square, 1.0, 2.0) * state
 
   def add_transposed(self, sums: "Sums", x: Any, tiles: Sequence[Any], found: Any, y: BFloat16[Array, "v T"]) -> None:
@@ -145,39 +166,56 @@ class Shifts(NamedTuple):
         sums.plain[n, :half] += dphi[:, at] * x[n, half:d]
         sums.plain[n, half:] += dphi[:, at] * x[n, :half]
       return
-    begin = self.first * BLOCK
+    begin = self.first * self.block
     for series in self.series():
       plain, shifted = series.windows()
-      dphi = dot(found[pl.ds(begin, series.blocks * BLOCK)], y)
-      begin += series.blocks * BLOCK
+      dphi = dot(found[pl.ds(begin, series.blocks * self.block)], y)
+      begin += series.blocks * self.block
       for n, at in zip(tiles, columns, strict=True):
         vectors, partners = x[n, plain], x[n, shifted]
-        to_plain, to_shifted = [], jnp.zeros_like(partners)
-        for b, (one, others) in enumerate(series.by_block(vectors, partners)):
-          mine = dphi[b * BLOCK : (b + 1) * BLOCK, at]
-          to_plain.append((mine * others).reshape(-1, SUBLANES, LANES).sum(axis=0))
-          to_shifted = _added(to_shifted, b * SUBLANES, mine * one)
-        sums.plain[n, plain] += jnp.concatenate(to_plain)
+        to_plain, to_shifted = jnp.zeros_like(vectors), jnp.zeros_like(partners)
+        for row, i, j in series.pairs():
+          mine = dphi[row : row + PACKED, at]
+          to_plain = _added(to_plain, i, mine * partners[j : j + PACKED])
+          to_shifted = _added(to_shifted, j, mine * vectors[i : i + PACKED])
+        sums.plain[n, plain] += to_plain
         sums.shifted[n, shifted] += to_shifted
 
 
 class Series(NamedTuple):
-  """Features of four shifts that differ by whole registers, from the first-th block of coordinates on."""
+  """Features of shifts that differ by whole registers, from the first-th block of coordinates on."""
 
-  shift: Any  # the least of the four
+  shift: Any  # the least of them
+  offsets: tuple[int, ...]  # of all of them
   first: int
   blocks: int
 
+  @property
+  def parity(self) -> Any:
+    """Which of two copies of coordinates in pairs has partners that begin with a pair."""
+    return lax.rem(self.shift, jnp.int32(2))
+
   def windows(self) -> tuple[Any, Any]:
     """The rows of all coordinates that come first in a product, and of their partners."""
-    first, size = self.first * SUBLANES, self.blocks * SUBLANES
-    return pl.ds(first, size), pl.ds(self.shift + first, size + BLOCK - SUBLANES)
+    first, size = self.first * PACKED, self.blocks * PACKED
+    return pl.ds(first, size), pl.ds(self.shift + first, size + max(self.offsets))
 
-  def by_block(self, vectors: Array, partners: Array) -> Iterator[tuple[Array, Array]]:
-    """Block by block: 8 coordinates, once for each shift, and their partners."""
-    for first in range(0, self.blocks * SUBLANES, SUBLANES):
-      coordinates = vectors[first : first + SUBLANES]
-      yield jnp.concatenate([coordinates] * (BLOCK // SUBLANES)), partners[first : first + BLOCK]
+  def paired_windows(self) -> list[Any]:
+    """The same of coordinates in pairs, and partners by each two shifts that differ by 16."""
+    first, size = self.first * PACKED // 2, self.blocks * PACKED // 2
+    starts = [lax.div(self.shift, jnp.int32(2)) + least // 2 + first for least in self.offsets[::2]]
+    return [pl.ds(first, size), *(pl.ds(start, size + PACKED // 2) for start in starts)]
+
+  def pairs(self) -> Iterator[tuple[int, int, int]]:
+    """Where 16 features stand, and in the windows both their coordinates."""
+    for block in range(self.blocks):
+      for number, offset in enumerate(self.offsets):
+        yield (block * len(self.offsets) + number) * PACKED, block * PACKED, block * PACKED + offset
+
+
+def unpaired(x: UInt32[Array, "pairs t"]) -> BFloat16[Array, "rows t"]:
+  """Coordinates that lie in pairs: the same registers."""
+  return pltpu.bitcast(x, jnp.bfloat16)
 
 
 def _added(total: Float[Array, "rows t"], first: int, x: Float[Array, "some t"]) -> Float[Array, "rows t"]:
@@ -218,7 +256,7 @@ def for_all_shifts(head_dim: int, visit: Callable[[Shifts], None]) -> None:
   """Visits every feature once."""
 
   def turn(n: Array, none: None) -> None:
-    visit(Shifts(n, 0, ROWS // BLOCK, head_dim))
+    visit(Shifts(n, 0, ROWS // PACKED // len(offsets(head_dim)), head_dim))
     return none
 
   lax.fori_loop(jnp.int32(0), jnp.int32(head_dim**2 // 2 // ROWS), turn, None)

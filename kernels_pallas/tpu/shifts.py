@@ -104,6 +104,11 @@ def scratch_of_vectors(count: int, head_dim: int) -> Any:
   return pltpu.VMEM((count, head_dim * 3 // 2, LANES), jnp.float32)
 
 
+def scratch_of_pairs(count: int, head_dim: int) -> Any:
+  """Room for the coordinates of `count` tiles of vectors in pairs, twice, and their first half once more below."""
+  return pltpu.VMEM((count, 2, head_dim * 3 // 4, LANES), jnp.uint32)
+
+
 def scratch_of_features(tiles: int, rows: int = ROWS) -> Any:
   """Room for features. One array for each tile: in longer rows a register of 16-bit values would lie in two halves."""
   return pltpu.VMEM((tiles, rows, LANES), jnp.bfloat16)
@@ -168,6 +173,18 @@ def double(ref: Any, n: int, x: BFloat16[Array, "d t"]) -> None:
   d = x.shape[0]
   ref[n, :d] = x.astype(jnp.float32)
   ref[n, d:] = x[: d // 2].astype(jnp.float32)
+
+
+def pair(ref: Any, n: Any, x: BFloat16[Array, "d t"]) -> None:
+  """Writes the coordinates of a tile of vectors in pairs: i and i + 1 of even i, and of odd i, once each.
+
+  So any shift of bfloat16 coordinates is a load that begins some rows later, too: rows of memory have 32 bits.
+  """
+  size = x.shape[0] // 2
+  even = pltpu.bitcast(x, jnp.uint32)
+  ref[n, 0, :size], ref[n, 0, size:] = even, even[: size // 2]
+  odd = lax.shift_right_logical(even, jnp.uint32(16)) | lax.shift_left(ref[n, 0, pl.ds(1, size)], jnp.uint32(16))
+  ref[n, 1, :size], ref[n, 1, size:] = odd, odd[: size // 2]
 
 
 def for_all_groups(group: int, visit: Callable[[Any], None]) -> None:
