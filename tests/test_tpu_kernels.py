@@ -15,7 +15,8 @@ import csympow
 from csympow import context, cost, op
 from csympow.forms.spans import Settings
 from csympow.segments import find_runs
-from kernels_pallas.tpu import pairs
+from kernels_pallas.tpu import pairs, shifts
+from kernels_pallas.tpu.features import coordinates, for_all_shifts
 from kernels_pallas.tpu.pairs import block_size
 from kernels_pallas.tpu.shifts import LANES
 from tests import comparing
@@ -208,6 +209,48 @@ LOWERED = [
 @pytest.mark.parametrize("case", LOWERED, ids=str)
 def test_kernels_lower_for_every_shape(case):
   assert_lowers(*gradients(case), form_of(case))
+
+
+class Memory:
+  """What a kernel's memory is to `shifts`: rows that there are not cannot be read."""
+
+  def __init__(self, shape, dtype):
+    self.array = np.zeros(shape, dtype)
+
+  def at(self, index):
+    *lead, rows = index
+    start, stop = (rows.start, rows.stop) if isinstance(rows, slice) else (rows.start, rows.start + rows.size)
+    start, stop = int(start or 0), self.array.shape[-2] if stop is None else int(stop)
+    assert 0 <= start < stop <= self.array.shape[-2]
+    return (*map(int, lead), slice(start, stop))
+
+  def __getitem__(self, index):
+    return jnp.asarray(self.array[self.at(index)])
+
+  def __setitem__(self, index, value):
+    self.array[self.at(index)] = value
+
+
+@pytest.mark.parametrize("pieces", [1, 8])
+@pytest.mark.parametrize("d", [64, 128])
+def test_features_are_the_products_of_all_pairs_of_coordinates_in_the_order_of_a_state(d, pieces, monkeypatch):
+  compiled = jax.jit(pltpu.bitcast, static_argnums=1)  # which is lowered, but not evaluated
+  with_jit = jax.disable_jit(False)
+  monkeypatch.setattr(pltpu, "bitcast", lambda x, dtype: with_jit(compiled)(x, dtype))
+  first, second = coordinates(d)
+  assert len({frozenset(pair) for pair in zip(first.tolist(), second.tolist(), strict=True)}) == d * (d + 1) // 2
+  x = jax.random.normal(jax.random.key(d), (d, LANES), jnp.bfloat16)
+  paired = Memory((1, 2, d * 3 // 4, LANES), np.uint32)
+  shifts.pair(paired, 0, x)
+  found = np.full((d * (d + 1) // 2, LANES), np.nan, jnp.bfloat16)
+
+  def visit(turn):
+    for piece in turn.pieces(pieces):
+      found[int(piece.rows.start) :][: piece.size] = piece.features(paired, 0)
+
+  with jax.disable_jit():
+    for_all_shifts(d, visit)
+  np.testing.assert_array_equal(found, x[first] * x[second])
 
 
 @pytest.mark.parametrize("chunk", [128, None])

@@ -1,9 +1,9 @@
 """Features of a state at p = 2 on TPU, by cyclic shifts, turn by turn of a loop: see `kernels_pallas.tpu.shifts`.
 
 A register holds 16 coordinates in bfloat16, and shifts that differ by 16 meet in the same registers. A series is two of
-these, r and r + 16, or four with r + 8 and r + 24, which meet them in float32. It stands together in a state, in blocks
-of 16 coordinates i by its shifts: from one block to the next a single register of partners i + s goes and one comes,
-and so do sums to them.
+these, r and r + 16, in heads of 64 four, with r + 8 and r + 24, which meet them in float32. It stands together in a
+state, in blocks of 16 coordinates i by its shifts: from one block to the next one register of each two shifts' partners
+i + s goes and one comes, and two of sums to them, which are float32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,30 +19,35 @@ from jaxtyping import Array, BFloat16, Float, Int, UInt32
 from kernels_pallas.tpu.shifts import LANES, NT, PART, ROWS, dot, scratch_of_vectors, side_by_side
 
 PACKED = 16  # coordinates of a tile's vectors in one register of bfloat16s
-THIRTY_TWO = 2 * PACKED  # shifts whose series come before those of later shifts
+SPAN = 2 * PACKED  # so many shifts in a row make up whole series
 
 
-def offsets(head_dim: int) -> tuple[int, ...]:
-  """The shifts of a series beyond the least of them, in twos. In wide heads sums to more of them fit no registers."""
-  return (0, 16, 8, 24) if head_dim <= 64 else (0, 16)
+def _offsets(head_dim: int) -> tuple[int, ...]:
+  """The shifts of a series less the least of them: in twos that differ by 16, all even.
+
+  In wide heads sums to more than two fit no registers.
+  """
+  two = (0, PACKED)
+  return (*two, *(PACKED // 2 + offset for offset in two)) if head_dim <= 64 else two
 
 
 def coordinates(head_dim: int) -> tuple[Int[np.ndarray, "D"], Int[np.ndarray, "D"]]:
   """Whose products a state's features are: series by series, of the first 32 shifts and then the next, and the last."""
-  of_series = np.array(offsets(head_dim))
-  leasts = THIRTY_TWO // of_series.size
-  counts = (head_dim // 2 // THIRTY_TWO, leasts, head_dim // PACKED, of_series.size, PACKED)
-  thirty_twos, least, block, number, row = np.indices(counts).reshape(len(counts), -1)
+  of_series = np.array(_offsets(head_dim))
+  leasts = SPAN // of_series.size
+  counts = (head_dim // 2 // SPAN, leasts, head_dim // PACKED, of_series.size, PACKED)
+  span, least, block, number, row = np.indices(counts).reshape(len(counts), -1)
   last = np.arange(head_dim // 2)
   first = np.concatenate([block * PACKED + row, last])
-  shift = np.concatenate([thirty_twos * THIRTY_TWO + least + of_series[number], np.full_like(last, head_dim // 2)])
+  shift = np.concatenate([span * SPAN + least + of_series[number], np.full_like(last, head_dim // 2)])
   return first, (first + shift) % head_dim
 
 
 class Shifts(NamedTuple):
   """The features of one turn of the loop, or some blocks of them; or, of no block, the half of the last shift.
 
-  A block is the products of 16 coordinates by the shifts of a series.
+  A block is the products of 16 coordinates by the shifts of a series. Whatever makes features of vectors takes them as
+  `shifts.pair` wrote them, and what adds cotangents to them as `shifts.double` did.
   """
 
   turn: Any
@@ -71,7 +76,7 @@ class Shifts(NamedTuple):
   @property
   def block(self) -> int:
     """How many features a block has."""
-    return len(offsets(self.head_dim)) * PACKED
+    return len(_offsets(self.head_dim)) * PACKED
 
   def room_in(self, transposed: Sequence[Any]) -> Any:
     """That of `scratch_of_transposed` which is as large as these."""
@@ -87,14 +92,14 @@ class Shifts(NamedTuple):
   def series(self) -> list["Series"]:
     """The same by series."""
     in_series, found = self.head_dim // PACKED, []
-    leasts, many = THIRTY_TWO // len(offsets(self.head_dim)), ROWS // self.block // in_series
+    leasts, many = SPAN // len(_offsets(self.head_dim)), ROWS // self.block // in_series
     for n in range(many):
       first, last = (min(max(block - n * in_series, 0), in_series) for block in (self.first, self.first + self.blocks))
       if first < last:
         number = self.turn * many + n
-        more = self.head_dim // 2 > THIRTY_TWO  # then later series have the next 32 shifts
-        passed = lax.div(number, jnp.int32(leasts)) * (THIRTY_TWO - leasts) if more else 0
-        found.append(Series(number + passed, offsets(self.head_dim), first, last - first))
+        more = self.head_dim // 2 > SPAN  # then later series have the next 32 shifts
+        passed = lax.div(number, jnp.int32(leasts)) * (SPAN - leasts) if more else 0
+        found.append(Series(number + passed, _offsets(self.head_dim), first, last - first))
     return found
 
   def add_to_state(
@@ -123,7 +128,7 @@ class Shifts(NamedTuple):
       kept = state[part.rows] if decay is None else state[part.rows] * decay
       state[part.rows] = kept + dot(side_by_side(features), y(), NT)
 
-  def features(self, x: Any, n: int) -> BFloat16[Array, "f t"]:
+  def features(self, x: Any, n: Any) -> BFloat16[Array, "f t"]:
     """Products of two coordinates of a tile of vectors, without their weight."""
     return jnp.concatenate(list(self._products(x, n)), axis=0)
 
@@ -138,15 +143,15 @@ class Shifts(NamedTuple):
     """Of coordinates in pairs, as `shifts.pair` wrote them: from v6e on a chip multiplies both of a pair at once."""
     if self.is_last:
       quarter = self.head_dim // 4
-      yield unpaired(x[n, 0, :quarter]) * unpaired(x[n, 0, quarter : 2 * quarter])
+      yield _unpaired(x[n, 0, :quarter]) * _unpaired(x[n, 0, quarter : 2 * quarter])
       return
     for series in self.series():
       plain, *shifted = series.paired_windows()
-      vectors, partners = unpaired(x[n, 0, plain]), [unpaired(x[n, series.parity, rows]) for rows in shifted]
+      vectors, partners = _unpaired(x[n, 0, plain]), [_unpaired(x[n, series.parity, rows]) for rows in shifted]
       for first in range(0, series.blocks * PACKED, PACKED):
-        coordinates = vectors[first : first + PACKED]
+        ones = jnp.concatenate([vectors[first : first + PACKED]] * 2)
         for others in partners:
-          yield jnp.concatenate([coordinates] * 2) * others[first : first + 2 * PACKED]
+          yield ones * others[first : first + 2 * PACKED]
 
   def weighted(self, state: Float[Array, "f dv"]) -> Float[Array, "f dv"]:
     """Each product as often as it occurs in (q . k) ** 2."""
@@ -174,7 +179,7 @@ class Shifts(NamedTuple):
       for n, at in zip(tiles, columns, strict=True):
         vectors, partners = x[n, plain], x[n, shifted]
         to_plain, to_shifted = jnp.zeros_like(vectors), jnp.zeros_like(partners)
-        for row, i, j in series.pairs():
+        for row, i, j in series.by_sixteens():
           mine = dphi[row : row + PACKED, at]
           to_plain = _added(to_plain, i, mine * partners[j : j + PACKED])
           to_shifted = _added(to_shifted, j, mine * vectors[i : i + PACKED])
@@ -183,7 +188,7 @@ class Shifts(NamedTuple):
 
 
 class Series(NamedTuple):
-  """Features of shifts that differ by whole registers, from the first-th block of coordinates on."""
+  """Features of shifts that differ by whole registers of float32s, from the first-th block of coordinates on."""
 
   shift: Any  # the least of them
   offsets: tuple[int, ...]  # of all of them
@@ -203,17 +208,17 @@ class Series(NamedTuple):
   def paired_windows(self) -> list[Any]:
     """The same of coordinates in pairs, and partners by each two shifts that differ by 16."""
     first, size = self.first * PACKED // 2, self.blocks * PACKED // 2
-    starts = [lax.div(self.shift, jnp.int32(2)) + least // 2 + first for least in self.offsets[::2]]
+    starts = [lax.div(self.shift, jnp.int32(2)) + offset // 2 + first for offset in self.offsets[::2]]
     return [pl.ds(first, size), *(pl.ds(start, size + PACKED // 2) for start in starts)]
 
-  def pairs(self) -> Iterator[tuple[int, int, int]]:
+  def by_sixteens(self) -> Iterator[tuple[int, int, int]]:
     """Where 16 features stand, and in the windows both their coordinates."""
     for block in range(self.blocks):
       for number, offset in enumerate(self.offsets):
         yield (block * len(self.offsets) + number) * PACKED, block * PACKED, block * PACKED + offset
 
 
-def unpaired(x: UInt32[Array, "pairs t"]) -> BFloat16[Array, "rows t"]:
+def _unpaired(x: UInt32[Array, "pairs t"]) -> BFloat16[Array, "rows t"]:
   """Coordinates that lie in pairs: the same registers."""
   return pltpu.bitcast(x, jnp.bfloat16)
 
@@ -256,7 +261,7 @@ def for_all_shifts(head_dim: int, visit: Callable[[Shifts], None]) -> None:
   """Visits every feature once."""
 
   def turn(n: Array, none: None) -> None:
-    visit(Shifts(n, 0, ROWS // PACKED // len(offsets(head_dim)), head_dim))
+    visit(Shifts(n, 0, ROWS // PACKED // len(_offsets(head_dim)), head_dim))
     return none
 
   lax.fori_loop(jnp.int32(0), jnp.int32(head_dim**2 // 2 // ROWS), turn, None)

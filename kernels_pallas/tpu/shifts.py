@@ -1,14 +1,14 @@
 """What the chunk kernels on TPU share: states at p = 2, features by cyclic shifts, and pairs inside a chunk.
 
 Tokens lie on lanes and coordinates on sublanes, so that a cyclic shift of a vector is a load that begins some rows
-later. With x * roll(x, s), s = 0 .. d/2, every product of two coordinates occurs once (of the last shift only the first
-half is taken), so a state is
+later (of bfloat16 coordinates see `pair`). With x * roll(x, s), s = 0 .. d/2, every product of two coordinates occurs
+once (of the last shift only the first half is taken), so a state is
 
     S[s, i] = sum_j k_ji k_j(i+s) v_j        weight 1 for s = 0, else 2        D = d (d + 1) / 2 rows of dv
 
 In which order is said in `kernels_pallas.tpu.features`.
 
-All products have bfloat16 operands and float32 sums. VMEM is rows of 128 lanes, hence tiles of 128 tokens.
+All matrix products have bfloat16 operands and float32 sums. VMEM is rows of 128 lanes, hence tiles of 128 tokens.
 """
 
 import functools
@@ -105,7 +105,7 @@ def scratch_of_vectors(count: int, head_dim: int) -> Any:
 
 
 def scratch_of_pairs(count: int, head_dim: int) -> Any:
-  """Room for the coordinates of `count` tiles of vectors in pairs, twice, and their first half once more below."""
+  """Room for the coordinates of `count` tiles of vectors in pairs, twice, each with its first half once more below."""
   return pltpu.VMEM((count, 2, head_dim * 3 // 4, LANES), jnp.uint32)
 
 
@@ -168,7 +168,7 @@ def _copy(source: Any, target: Any, copied: Any) -> None:
   copy.wait()
 
 
-def double(ref: Any, n: int, x: BFloat16[Array, "d t"]) -> None:
+def double(ref: Any, n: Any, x: BFloat16[Array, "d t"]) -> None:
   """Writes a tile of vectors, and their first half below."""
   d = x.shape[0]
   ref[n, :d] = x.astype(jnp.float32)
