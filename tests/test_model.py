@@ -217,7 +217,7 @@ def check_gradient(gradient):
 @pytest.mark.parametrize(
   ("variant", "how"),
   [
-    ("sympow", {"remat": "dots"}),
+    pytest.param("sympow", {"remat": "dots"}, marks=pytest.mark.slow),
     pytest.param("sympow+gating", {"unroll": True}, marks=pytest.mark.slow),
     ("conformal", {"remat": "full"}),
   ],

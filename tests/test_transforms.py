@@ -85,7 +85,7 @@ def layers_in_a_row():
     return jax.tree.map(np.asarray, out)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [pytest.param(x, marks=pytest.mark.slow) if x != "chunked" else x for x in FORMS])
 def test_scanned_rematerialised_layers_are_layers_in_a_row(form):
   def run(x):
     attention = functools.partial(csympow.attention, form=form, chunk_size=3)
@@ -116,7 +116,7 @@ def specs(x, rest, batch="data", heads="model"):
   return {n: (timed | state)[n] for n in x}, {"rates": P(), "segment_ids": P(batch)}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [pytest.param(x, marks=pytest.mark.slow) if x == "recurrent" else x for x in FORMS])
 def test_shard_map_over_batch_and_heads_changes_nothing(form):
   assert jax.device_count() == 8
   x, rest = inputs(CASE)
