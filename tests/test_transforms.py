@@ -47,7 +47,12 @@ def test_jit_changes_nothing():
   assert_close(y, forward(*inputs(case), entry="attention", form="chunked", chunk_size=3)["y"], 1e-6, "y")
 
 
-@pytest.mark.parametrize("form", [pytest.param(x, marks=pytest.mark.slow) if x != "recurrent" else x for x in FORMS])
+def by_default(*forms):
+  """Every form, of which these are not slow."""
+  return [form if form in forms else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+
+
+@pytest.mark.parametrize("form", by_default("recurrent"))
 def test_vmap_over_some_arguments_is_a_loop_forward_and_backward(form):
   """Over a new axis of some arguments, the others shared."""
   x, rest = inputs(CASE)
@@ -85,7 +90,7 @@ def layers_in_a_row():
     return jax.tree.map(np.asarray, out)
 
 
-@pytest.mark.parametrize("form", [pytest.param(x, marks=pytest.mark.slow) if x != "chunked" else x for x in FORMS])
+@pytest.mark.parametrize("form", by_default("chunked"))
 def test_scanned_rematerialised_layers_are_layers_in_a_row(form):
   def run(x):
     attention = functools.partial(csympow.attention, form=form, chunk_size=3)
@@ -116,7 +121,7 @@ def specs(x, rest, batch="data", heads="model"):
   return {n: (timed | state)[n] for n in x}, {"rates": P(), "segment_ids": P(batch)}
 
 
-@pytest.mark.parametrize("form", [pytest.param(x, marks=pytest.mark.slow) if x == "recurrent" else x for x in FORMS])
+@pytest.mark.parametrize("form", by_default("attention", "chunked"))
 def test_shard_map_over_batch_and_heads_changes_nothing(form):
   assert jax.device_count() == 8
   x, rest = inputs(CASE)
