@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.tpu import attention_backward, attention_forward, chunked_backward, chunked_forward, pairs
 from kernels_pallas.tpu.shifts import Chunks
@@ -99,9 +99,11 @@ def kernels(head_dim: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...
 def compile_for(chip: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
   """Compiles for one chip; the compiler leaves its schedules behind."""
   device = topologies.get_topology_desc(CHIPS[chip], "tpu").devices[0]
-  place = SingleDeviceSharding(device)
+  mesh = Mesh([device], ("chip",))  # which tells kernels what they are compiled for
+  place = NamedSharding(mesh, PartitionSpec())
   placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
-  jax.jit(function).lower(*placed).compile()
+  with jax.set_mesh(mesh):
+    jax.jit(function).lower(*placed).compile()
 
 
 def schedules(directory: Path) -> dict[str, Schedule]:

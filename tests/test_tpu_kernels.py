@@ -157,6 +157,15 @@ def test_kernels_are_right_in_the_strict_interpreter_and_race_free(case, races):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128])
+def test_kernels_are_right_for_chips_that_multiply_no_bfloat16s(d, races, monkeypatch):
+  monkeypatch.setattr(shifts, "multiplies_pairs", lambda: False)
+  assert_right(case_of(T=130, d=d, chunk_size=128, entry="continued"))
+  assert len(races) == 3
+  assert not any(race.races_found for race in races)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case_of(T=1100, chunk_size=None), case_of(T=1100, chunk_size=512)], ids=str)
 def test_kernels_are_right_with_blocks_and_chunks_of_full_size(case):
   assert_right(case)
@@ -211,11 +220,34 @@ def test_kernels_lower_for_every_shape(case):
   assert_lowers(*gradients(case), form_of(case))
 
 
+def compiling_for(kind):
+  """What a mesh of such chips says, wherever this is traced."""
+  device = jax.sharding.AbstractDevice(kind, num_cores=1, platform="tpu")
+  return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device))
+
+
+@pytest.mark.parametrize(
+  ("kind", "in_pairs"), [("TPU v5 lite", False), ("TPU v5", False), ("TPU v6 lite", True), ("TPU7x", True)]
+)
+def test_features_are_made_as_the_chip_multiplies(kind, in_pairs):
+  assert shifts.scratch_of_factors(1, 64).dtype == jnp.uint32  # where nothing is known of it
+  with compiling_for(kind):
+    assert (shifts.scratch_of_factors(1, 64).dtype == jnp.uint32) is in_pairs
+
+
+@pytest.mark.slow
+def test_kernels_lower_for_chips_that_multiply_no_bfloat16s():
+  case = case_of(T=1024, chunk_size=512)
+  with compiling_for("TPU v5 lite"):
+    assert_lowers(*gradients(case), "chunked")
+
+
 class Memory:
   """What a kernel's memory is to `shifts`: rows that there are not cannot be read."""
 
   def __init__(self, shape, dtype):
     self.array = np.zeros(shape, dtype)
+    self.dtype = self.array.dtype
 
   def at(self, index):
     *lead, rows = index
@@ -233,20 +265,25 @@ class Memory:
 
 @pytest.mark.parametrize("pieces", [1, 8])
 @pytest.mark.parametrize("d", [64, 128])
-def test_features_are_the_products_of_all_pairs_of_coordinates_in_the_order_of_a_state(d, pieces, monkeypatch):
+@pytest.mark.parametrize("in_pairs", [True, False])
+def test_features_are_the_products_of_all_pairs_of_coordinates_in_the_order_of_a_state(
+  in_pairs, d, pieces, monkeypatch
+):
+  monkeypatch.setattr(shifts, "multiplies_pairs", lambda: in_pairs)
   compiled = jax.jit(pltpu.bitcast, static_argnums=1)  # which is lowered, but not evaluated
   with_jit = jax.disable_jit(False)
   monkeypatch.setattr(pltpu, "bitcast", lambda x, dtype: with_jit(compiled)(x, dtype))
   first, second = coordinates(d)
   assert len({frozenset(pair) for pair in zip(first.tolist(), second.tolist(), strict=True)}) == d * (d + 1) // 2
   x = jax.random.normal(jax.random.key(d), (d, LANES), jnp.bfloat16)
-  paired = Memory((1, 2, d * 3 // 4, LANES), np.uint32)
-  shifts.pair(paired, 0, x)
+  room = shifts.scratch_of_factors(1, d)
+  factors = Memory(room.shape, room.dtype)
+  shifts.write_factors(factors, 0, x)
   found = np.full((d * (d + 1) // 2, LANES), np.nan, jnp.bfloat16)
 
   def visit(turn):
     for piece in turn.pieces(pieces):
-      found[int(piece.rows.start) :][: piece.size] = piece.features(paired, 0)
+      found[int(piece.rows.start) :][: piece.size] = piece.features(factors, 0)
 
   with jax.disable_jit():
     for_all_shifts(d, visit)

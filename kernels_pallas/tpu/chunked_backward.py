@@ -59,7 +59,7 @@ def queries(
     refs = list(more)
     initial_refs = None if initial is None else (refs.pop(0), refs.pop(0))
     dq_ref, *kept_refs = (refs.pop(0) for _ in range(3))
-    paired_keys, queries, plain, shifted, cotangents, discounted, found = refs[3:]
+    key_factors, queries, plain, shifted, cotangents, discounted, found = refs[3:]
     carried, sums = Carried(*refs[:3]), Sums(plain, shifted)
     S, Z = carried[:2]
     *place, n = (pl.program_id(axis) for axis in range(3))
@@ -73,7 +73,7 @@ def queries(
       shifts.keep(carried, (kept_refs[0], kept_refs[1]), (*place, lax.div(n, jnp.int32(stretch))))
 
     for t in range(tiles):
-      shifts.pair(paired_keys, t, k_ref[0, 0, :, tile(t)])
+      shifts.write_factors(key_factors, t, k_ref[0, 0, :, tile(t)])
     high, low = shifts.pieces(Z[...])
 
     def prepare(g):
@@ -101,7 +101,7 @@ def queries(
 
       def writes():
         for piece in turn.pieces(_PIECES * len(shifts.by_twos(tiles))):
-          yield piece.add_to_state(S, paired_keys, range(tiles), lambda: discounted[...], decay=decay)
+          yield piece.add_to_state(S, key_factors, range(tiles), lambda: discounted[...], decay=decay)
 
       if group == 1:
         shifts.take_turns(reads(0), writes())
@@ -130,7 +130,7 @@ def queries(
     out_shape=[shape(x.q.shape, jnp.float32), *_kept_shapes(x, stretch)],
     scratch_shapes=[
       *Carried.scratch(head_dim, value_dim),
-      shifts.scratch_of_pairs(tiles, head_dim),
+      shifts.scratch_of_factors(tiles, head_dim),
       shifts.scratch_of_vectors(group * tiles, head_dim),
       *Sums.scratch(group * tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
@@ -161,7 +161,7 @@ def keys(
     refs = list(more)
     final_refs = None if final is None else (refs.pop(0), refs.pop(0))
     dq_ref, dk_ref, dv_ref, *kept_refs = (refs.pop(0) for _ in range(7))
-    keys, paired_keys, paired_queries, plain, shifted, cotangents, discounted, found, value_sums, *rooms = refs[3:]
+    keys, key_factors, query_factors, plain, shifted, cotangents, discounted, found, value_sums, *rooms = refs[3:]
     carried, sums = Carried(*refs[:3]), Sums(plain, shifted)
     dS, dZ = carried[:2]
     *place, step = (pl.program_id(axis) for axis in range(3))
@@ -179,7 +179,7 @@ def keys(
     for t in range(tiles):
       k, until = k_ref[0, 0, :, tile(t)], until_ref[0, 0, :, tile(t)]
       shifts.double(keys, t, k)
-      shifts.pair(paired_keys, t, k)
+      shifts.write_factors(key_factors, t, k)
       sums.clear(t)
       value_sums[t] = jnp.zeros_like(value_sums[t])
       dk_ref[0, 0, :, tile(t)] = 2 * until * (dot(high, k) + dot(low, k))
@@ -190,7 +190,7 @@ def keys(
     def prepare(g):
       for t in range(tiles):
         at = g * tiles + t
-        shifts.pair(paired_queries, at, q_ref[0, 0, g, :, tile(t)])
+        shifts.write_factors(query_factors, at, q_ref[0, 0, g, :, tile(t)])
         cotangents[at] = _discounted(dy_ref[0, 0, g, :, tile(t)], far_ref[0, 0, g, :, tile(t)])
       _inside(
         q_ref.at[0, 0, g], k_ref.at[0, 0], v_ref.at[0, 0], gate_ref.at[0, 0], dy_ref.at[0, 0, g],
@@ -212,14 +212,14 @@ def keys(
           for n, piece in enumerate(pieces):
             piece.add_transposed(sums, keys, some, found, discounted[:, lanes])
             for t in some[n * len(some) // len(pieces) : (n + 1) * len(some) // len(pieces)]:
-              value_sums[t] += dot(shifts.transposed(found_transposed), turn.features(paired_keys, t))
+              value_sums[t] += dot(shifts.transposed(found_transposed), turn.features(key_factors, t))
             yield
 
       def writes(g, decay):
         at = [g * tiles + t for t in range(tiles)]
         for piece in turn.pieces(_PIECES * len(shifts.by_twos(tiles))):
           yield piece.add_to_state(
-            dS, paired_queries, at, lambda: shifts.side_by_side(cotangents[n] for n in at), decay=decay
+            dS, query_factors, at, lambda: shifts.side_by_side(cotangents[n] for n in at), decay=decay
           )
 
       if group == 1:
@@ -265,8 +265,8 @@ def keys(
     scratch_shapes=[
       *Carried.scratch(head_dim, value_dim),
       shifts.scratch_of_vectors(tiles, head_dim),
-      shifts.scratch_of_pairs(tiles, head_dim),
-      shifts.scratch_of_pairs(group * tiles, head_dim),
+      shifts.scratch_of_factors(tiles, head_dim),
+      shifts.scratch_of_factors(group * tiles, head_dim),
       *Sums.scratch(tiles, head_dim),
       pltpu.VMEM((group * tiles, value_dim, LANES), jnp.bfloat16),
       pltpu.VMEM((value_dim, chunk), jnp.bfloat16),

@@ -42,7 +42,7 @@ def forward(
     initial_refs = None if initial is None else (refs.pop(0), refs.pop(0))
     y_ref, normaliser_ref, heard_ref = (refs.pop(0) for _ in range(3))
     final_refs = (refs.pop(0), refs.pop(0)) if return_final else None
-    paired_keys, paired_queries, sums, discounted, features, key_features, rounded, *rooms = refs[3:]
+    key_factors, query_factors, sums, discounted, features, key_features, rounded, *rooms = refs[3:]
     carried = Carried(*refs[:3])
     S, Z = carried[:2]
     *place, n = (pl.program_id(axis) for axis in range(3))
@@ -52,11 +52,11 @@ def forward(
       shifts.begin(carried, initial_refs, (*place,))
 
     for t in range(tiles):
-      shifts.pair(paired_keys, t, k_ref[0, 0, :, tile(t)])
+      shifts.write_factors(key_factors, t, k_ref[0, 0, :, tile(t)])
 
     def prepare(g):
       for t in range(tiles):
-        shifts.pair(paired_queries, g * tiles + t, q_ref[0, 0, g, :, tile(t)])
+        shifts.write_factors(query_factors, g * tiles + t, q_ref[0, 0, g, :, tile(t)])
 
     shifts.for_all_groups(group, prepare)
     decay = across_ref[0, 0, 0, n]
@@ -100,12 +100,12 @@ def forward(
       shifts.transpose(found, rounded)
       S[turn.rows] = state * decay
       # Written first: the matrix units are then busy while it is transposed to be read.
-      turn.add_to_state(S, paired_keys, range(tiles), lambda: discounted[...], room=key_features)
+      turn.add_to_state(S, key_factors, range(tiles), lambda: discounted[...], room=key_features)
 
       def read(g):
         for some in shifts.by_twos(tiles):
           for t in some:
-            turn.expand(features, paired_queries, g * tiles + t, t)
+            turn.expand(features, query_factors, g * tiles + t, t)
           at = pl.ds(some[0] * LANES, len(some) * LANES)
           sums[g, :, at] += dot(shifts.transposed(found), shifts.side_by_side(features[t, : turn.size] for t in some))
 
@@ -144,8 +144,8 @@ def forward(
     out_shape=out_shape,
     scratch_shapes=[
       *Carried.scratch(head_dim, value_dim),
-      shifts.scratch_of_pairs(tiles, head_dim),
-      shifts.scratch_of_pairs(group * tiles, head_dim),
+      shifts.scratch_of_factors(tiles, head_dim),
+      shifts.scratch_of_factors(group * tiles, head_dim),
       pltpu.VMEM((group, value_dim, chunk), jnp.float32),
       pltpu.VMEM((value_dim, chunk), jnp.bfloat16),
       shifts.scratch_of_features(tiles),

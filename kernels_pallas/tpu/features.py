@@ -47,7 +47,7 @@ class Shifts(NamedTuple):
   """The features of one turn of the loop, or some blocks of them; or, of no block, the half of the last shift.
 
   A block is the products of 16 coordinates by the shifts of a series. Whatever makes features of vectors takes them as
-  `shifts.pair` wrote them, and what adds cotangents to them as `shifts.double` did.
+  `shifts.write_factors` wrote them, and what adds cotangents to them as `shifts.double` did.
   """
 
   turn: Any
@@ -140,7 +140,21 @@ class Shifts(NamedTuple):
       first += product.shape[0]
 
   def _products(self, x: Any, n: Any) -> Iterator[BFloat16[Array, "some t"]]:
-    """Of coordinates in pairs, as `shifts.pair` wrote them: from v6e on a chip multiplies both of a pair at once."""
+    """The same whichever way the factors were written: a product is exact before it is rounded, once."""
+    return self._of_pairs(x, n) if x.dtype == jnp.uint32 else self._of_vectors(x, n)
+
+  def _of_vectors(self, x: Any, n: Any) -> Iterator[BFloat16[Array, "some t"]]:
+    if self.is_last:
+      half = self.head_dim // 2
+      yield (x[n, :half] * x[n, half : 2 * half]).astype(jnp.bfloat16)
+      return
+    for series in self.series():
+      plain, shifted = series.windows()
+      vectors, partners = x[n, plain], x[n, shifted]
+      for _, i, j in series.by_sixteens():
+        yield (vectors[i : i + PACKED] * partners[j : j + PACKED]).astype(jnp.bfloat16)
+
+  def _of_pairs(self, x: Any, n: Any) -> Iterator[BFloat16[Array, "some t"]]:
     if self.is_last:
       quarter = self.head_dim // 4
       yield _unpaired(x[n, 0, :quarter]) * _unpaired(x[n, 0, quarter : 2 * quarter])

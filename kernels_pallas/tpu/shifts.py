@@ -104,8 +104,13 @@ def scratch_of_vectors(count: int, head_dim: int) -> Any:
   return pltpu.VMEM((count, head_dim * 3 // 2, LANES), jnp.float32)
 
 
-def scratch_of_pairs(count: int, head_dim: int) -> Any:
-  """Room for the coordinates of `count` tiles of vectors in pairs, twice, each with its first half once more below."""
+def scratch_of_factors(count: int, head_dim: int) -> Any:
+  """Room for `count` tiles of vectors whose coordinates are multiplied with one another, for `write_factors`.
+
+  In pairs, twice, each with its first half once more below; or as they are.
+  """
+  if not multiplies_pairs():
+    return scratch_of_vectors(count, head_dim)
   return pltpu.VMEM((count, 2, head_dim * 3 // 4, LANES), jnp.uint32)
 
 
@@ -166,6 +171,19 @@ def _copy(source: Any, target: Any, copied: Any) -> None:
   copy = pltpu.make_async_copy(source, target, copied)
   copy.start()
   copy.wait()
+
+
+def multiplies_pairs() -> bool:
+  """Whether the chip multiplies bfloat16s, two at once, as all do from v6e on; so does one that is not known.
+
+  Known is the chip that is here, and when compiling for another that of the mesh.
+  """
+  return not pltpu.is_tpu_device() or pltpu.get_tpu_info().generation > 5
+
+
+def write_factors(ref: Any, n: Any, x: BFloat16[Array, "d t"]) -> None:
+  """Writes a tile of vectors the way that the memory is for."""
+  (pair if ref.dtype == jnp.uint32 else double)(ref, n, x)
 
 
 def double(ref: Any, n: Any, x: BFloat16[Array, "d t"]) -> None:
