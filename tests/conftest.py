@@ -4,6 +4,8 @@ import os
 
 # Read when jax makes its first array, so it must be set before any test does.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+if "PYTEST_XDIST_WORKER" in os.environ:  # others are on the same GPU: memory is taken when needed, and given back
+  os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
 import hypothesis
 import jax
