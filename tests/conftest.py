@@ -1,11 +1,12 @@
 """Eight simulated devices and exact float32 products for every test."""
 
+import gc
 import os
 
 # Read when jax makes its first array, so it must be set before any test does.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-if "PYTEST_XDIST_WORKER" in os.environ:  # others are on the same GPU: memory is taken when needed, and given back
-  os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+# On a GPU, which other workers may share, memory is taken when needed and given back.
+os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
 import hypothesis
 import jax
@@ -15,6 +16,19 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 # The same examples every time, and no time limit for one of them: the first of each shape compiles.
 hypothesis.settings.register_profile("csympow", derandomize=True, deadline=None, database=None, print_blob=False)
 hypothesis.settings.load_profile("csympow")
+
+
+def pytest_configure(config):
+  """Little of the compiler's effort where most of the time is its own: what computes for long is slow, or on a GPU."""
+  if "not slow" in config.option.markexpr and "not gpu" in config.option.markexpr:
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+
+
+def pytest_collection_finish():
+  """Python looks through all objects less often, and never through those of modules: tracing makes many."""
+  gc.collect()
+  gc.freeze()
+  gc.set_threshold(200_000, 20, 20)
 
 
 @pytest.fixture

@@ -5,7 +5,9 @@ import contextlib
 import functools
 import io
 import pathlib
+from unittest import mock
 
+import jax
 from flax import nnx
 
 from csympow import weights
@@ -50,7 +52,7 @@ def make_run(directory, **shape):
   directory.mkdir(parents=True, exist_ok=True)
   file = directory.with_suffix(".safetensors")
   weights.save(file, make_weights(**shape))
-  with contextlib.redirect_stdout(io.StringIO()):
+  with contextlib.redirect_stdout(io.StringIO()), mock.patch.object(jax, "jit", quick_jit):
     assert weights.main(["import", f"--file={file}", f"--workdir={directory}"]) == 0
   return directory
 
