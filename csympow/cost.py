@@ -96,11 +96,11 @@ class Explanation:
 def platform() -> str:
   """The kind of chip that the program being traced is most likely for.
 
-  A guess, where a program is compiled ahead of time for a chip that no mesh names: then the plan may be slow, or one by
-  kernels that the chip does not have, and the implementation is better named.
+  That of the mesh, or of `jax.default_device`, or of this machine. A guess, where a program is compiled ahead of time
+  for a chip that none of them names: then the plan may be slow, or one by kernels that the chip does not have.
   """
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  name = device.platform if device is not None else jax.default_backend()
+  device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
+  name = getattr(device, "platform", device) or jax.default_backend()
   return "gpu" if name in ("cuda", "rocm") else name
 
 

@@ -7,6 +7,8 @@ import os
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 # On a GPU, which other workers may share, memory is taken when needed and given back.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+# TPUs' compiler, where it is installed, is loaded by each worker, and asks no network what chip this is.
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 import hypothesis
 import jax
@@ -18,17 +20,23 @@ hypothesis.settings.register_profile("csympow", derandomize=True, deadline=None,
 hypothesis.settings.load_profile("csympow")
 
 
+def by_default(config):
+  """Whether those tests run that are neither slow nor for a GPU: most of their time is the compiler's and Python's."""
+  return config.option.markexpr == "not slow and not gpu"
+
+
 def pytest_configure(config):
-  """Little of the compiler's effort where most of the time is its own: what computes for long is slow, or on a GPU."""
-  if "not slow" in config.option.markexpr and "not gpu" in config.option.markexpr:
+  """Little of the compiler's effort."""
+  if by_default(config):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
   """Python looks through all objects less often, and never through those of modules: tracing makes many."""
-  gc.collect()
-  gc.freeze()
-  gc.set_threshold(200_000, 20, 20)
+  if by_default(session.config):
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 20)
 
 
 @pytest.fixture

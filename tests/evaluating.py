@@ -5,9 +5,7 @@ import contextlib
 import functools
 import io
 import pathlib
-from unittest import mock
 
-import jax
 from flax import nnx
 
 from csympow import weights
@@ -52,7 +50,7 @@ def make_run(directory, **shape):
   directory.mkdir(parents=True, exist_ok=True)
   file = directory.with_suffix(".safetensors")
   weights.save(file, make_weights(**shape))
-  with contextlib.redirect_stdout(io.StringIO()), mock.patch.object(jax, "jit", quick_jit):
+  with contextlib.redirect_stdout(io.StringIO()):
     assert weights.main(["import", f"--file={file}", f"--workdir={directory}"]) == 0
   return directory
 

@@ -19,7 +19,6 @@ from csympow.train.checkpoint import Checkpoints, finished_steps
 from csympow.train.metrics import read
 from csympow.train.step import Program
 from csympow.train.workdir import claim
-from tests.comparing import quick_jit
 
 ROOT = Path(__file__).parents[1]
 TINY = "tests/tiny_config.py"
@@ -71,7 +70,7 @@ def untrained(workdir, layout=None, seed=0, **changes):
   claim(workdir, config, "fingerprint")
   program = Program(config, layout)
   shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state())
-  state = quick_jit(program.init, out_shardings=shardings)()
+  state = jax.jit(program.init, out_shardings=shardings)()
   checkpoints = Checkpoints(workdir.absolute() / "checkpoints", config.checkpoint)
   checkpoints.save(state)
   checkpoints.wait()

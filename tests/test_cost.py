@@ -137,3 +137,11 @@ def test_explaining_runs_nothing_however_large():
   explanation = explain(2**30, B=64, H=128, d=128)
   assert explanation.state_bytes < 2**50
   assert jnp.isfinite(jnp.float32(explanation.flops))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_program_for_the_default_device_is_planned_for_it(by_name, monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  assert explain(1024).implementation == "pallas"
+  with jax.default_device("cpu" if by_name else jax.devices("cpu")[0]):
+    assert explain(1024).implementation == "xla"
