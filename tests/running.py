@@ -46,6 +46,11 @@ def begin(*command, devices=1, before=""):
   return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def as_a_user():
+  """The environment without what makes this suite fast and its programs slow."""
+  return {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
+
+
 def run(workdir, *arguments, expect=0, **options):
   """A run to its end: what it printed, on standard output and on standard error."""
   return finish(start(workdir, *arguments, **options), expect)

@@ -1,12 +1,13 @@
 """The README's python examples run, in order, as a reader would paste them into one session."""
 
-import os
 import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
+
+from tests import running
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
@@ -32,6 +33,6 @@ def test_the_examples_run(tmp_path):
     lines[first : first + source.count("\n")] = source.splitlines()
   script = tmp_path / "README.py"
   script.write_text("\n".join(lines))
-  clean = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
-  ran = subprocess.run([sys.executable, script], cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
+  how = {"cwd": tmp_path, "env": running.as_a_user(), "capture_output": True, "text": True}
+  ran = subprocess.run([sys.executable, script], **how, check=False)
   assert ran.returncode == 0, ran.stderr
