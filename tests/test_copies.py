@@ -93,6 +93,22 @@ def test_only_heads_that_are_wanted_are_copied():
   assert not np.array_equal(found[:, :, 0], everything[:, :, 0])  # but anything
 
 
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize("time_last", [False, True])
+def test_a_copy_may_be_of_some_heads_where_another_is_of_all(time_last):
+  x, _, _ = make(8, start=False)
+  some, axis = jnp.asarray([[0, 1]], jnp.int32), 1 if time_last else 2
+  wanted = [Copy(jnp.float16), Copy(jnp.bfloat16, jnp.full((1, H * G, T), 3.0), time_last, of_some=True)]
+  how = {"room": 0, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
+  whole, found, size = copies(x, wanted, some=some, **how)
+  whole_before, found_before, size_before = copies(x, wanted, **how)
+  np.testing.assert_array_equal(whole, whole_before)
+  np.testing.assert_array_equal(size, size_before)
+  of_heads, of_heads_before = (np.moveaxis(np.asarray(a), axis, 0) for a in (found, found_before))
+  np.testing.assert_array_equal(of_heads[1], of_heads_before[1])
+  assert not np.array_equal(of_heads[0], of_heads_before[0])  # but anything
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_races")
 def test_tiles_that_a_block_takes_one_after_another_are_those_of_a_block_each(monkeypatch):

@@ -160,8 +160,10 @@ def found_visible(q, k, v, end, power, monkeypatch, chunk=None, beyond_chunks=Fa
   totals = [Total(*map(jnp.asarray, halves(x))) for x in (before_of(end), end)]
   settings = Settings(power, chunk or q.shape[1], TILE, TILE, "high", interpret=QUICKLY)
   decay = jnp.asarray(np.exp(end - before_of(end)), jnp.float32)
-  tiles = visible.Tiles(*totals, decay, lambda fades: (q, k), v, head_dim=q.shape[-1])
-  found = visible.visible(tiles, settings, beyond_chunks)
+  widths = q.shape[-1], v.shape[-1]
+  may_have_state = visible.candidates(*totals, widths, settings) if beyond_chunks else None
+  tiles = visible.Tiles(*totals, decay, lambda fades: (q, k), v, widths[0], may_have_state)
+  found = visible.visible(tiles, settings)
   return [np.asarray(x) for x in found if x is not None]
 
 
@@ -320,17 +322,19 @@ def test_long_sequences_are_right_on_the_chip(form, power, d):
 def test_heads_that_forget_soon_enough_read_beyond_their_chunks_and_need_no_state(monkeypatch):
   monkeypatch.setattr(visible, "tiles_of_a_state", lambda *widths: 3)
   tile = np.arange(8)
-  # Gates leave hardly anything of all heads but the second; the third has to read everything all the same.
-  far = np.stack([np.maximum(tile - 3, 0), tile, 0 * tile, tile])[None]
+  # Gates leave hardly anything of all heads but the second. Two have to read everything all the same: in the third one
+  # they leave something for a while, so a state is better, but in the last one they never do, and it is not even tried.
+  far = np.stack([np.maximum(tile - 3, 0), tile, 0 * tile, tile, 0 * tile])[None]
   monkeypatch.setattr(visible, "reach", lambda *arguments, **options: jnp.asarray(far))
   monkeypatch.setattr(visible, "bounds", lambda *arguments, **options: None)
-  end = np.array([-9.0, -1.0, -9.0, -100.0])[None, :, None] * np.arange(1, 9)
-  vectors = [jnp.zeros((1, 8 * TILE, 4, 64), dtype) for dtype in (jnp.float16, jnp.float16, jnp.bfloat16)]
+  end = np.array([-9.0, -1.0, -9.0, -100.0, -9.0])[None, :, None] * np.arange(1, 9)
+  end[:, 2, 1:] += 27.0
+  vectors = [jnp.zeros((1, 8 * TILE, 5, 64), dtype) for dtype in (jnp.float16, jnp.float16, jnp.bfloat16)]
   found_in = functools.partial(found_visible, *vectors, end, 2, monkeypatch, chunk=2 * TILE)
   whole_first, whole_last = found_in(chunk=None)
   in_chunk_first, in_chunk_last = found_in()
   first, last, has_state = found_in(beyond_chunks=True)
-  np.testing.assert_array_equal(has_state, [[0, 1, 1, 0]])
+  np.testing.assert_array_equal(has_state, [[0, 1, 1, 0, 0]])
   for head, stays in enumerate(has_state[0]):
     expected = (in_chunk_first, in_chunk_last) if stays else (whole_first, whole_last)
     np.testing.assert_array_equal(first[0, head], expected[0][0, head])

@@ -185,7 +185,9 @@ def _backward(
   given = near.cotangents(saved.y, dy)
   # Of what was read of the state: the numerator is divided by the normaliser, and discounted.
   inverse = jnp.where(saved.heard, given.inverse, 0.0) * discounts.since_start
-  queries = _Queries(*copies(x.q, _of_queries(inverse), interpret=interpret))
+  group = x.q_exponent.shape[-1]
+  by_query_head = None if x.has_state is None else jnp.repeat(x.has_state, group, axis=1)
+  queries = _Queries(*copies(x.q, _of_queries(inverse), some=by_query_head, interpret=interpret))
   inside = near.backward(x, given, settings.power, interpret, queries.q)
   scale = near.state_scale(x.top)
   if dfinal is not None:
@@ -208,7 +210,8 @@ def _backward(
   keys = saved.keys
   assert keys is not None
   # The very keys, discounted, that the states have, or queries' pulls and keys' would not cancel.
-  (k_discounted,) = copies(x.keys.plain, [_discounted_keys(discounts)], after=dS.final, interpret=interpret)
+  of_keys = [_discounted_keys(discounts)]
+  (k_discounted,) = copies(x.keys.plain, of_keys, only=x.has_state, after=dS.final, interpret=interpret)
   dnormaliser = (_along(given.dy, saved.centre) - given.delta) * inverse
   added = gram.gram(
     queries.q, queries.q, dnormaliser, *across.shape[1:], time_last=False, has_state=x.has_state, interpret=interpret
@@ -273,7 +276,7 @@ def _along(dy: Float[Array, "B T Hq dv"], middle: Float[Array, "B H dv"]) -> Flo
 
 
 def _of_queries(factor: Float[Array, "B Hq T"]) -> tuple[Copy, Copy]:
-  return Copy(jnp.bfloat16), Copy(jnp.bfloat16, factor, time_last=True)
+  return Copy(jnp.bfloat16), Copy(jnp.bfloat16, factor, time_last=True, of_some=True)
 
 
 def _of_keys(discounts: _Discounts) -> tuple[Copy, Copy]:

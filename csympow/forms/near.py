@@ -19,7 +19,7 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 from csympow.forms import scales
 from csympow.forms.rotating import Rotation, angles, padded, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head, for_each
-from csympow.forms.visible import Tiles, Visible, all_alike, in_whole_rows, visible, without_states
+from csympow.forms.visible import Tiles, Visible, all_alike, candidates, in_whole_rows, visible, without_states
 from csympow.prefix import Total, TotalsKernel, prefix_sum
 from kernels_pallas.gpu import arrays, attention_backward, attention_forward, gradients, running
 from kernels_pallas.gpu.angles import Angles
@@ -199,10 +199,10 @@ def operands_and_copies(
   beyond_chunks: bool = False,
   folding: bool = True,
 ) -> tuple[Operands, list[Array], list[Array]]:
-  """Operands of attention in chunks, and further copies of scaled and rotated queries and keys.
+  """Operands of attention in chunks, and further copies of scaled and rotated queries and keys, for a state.
 
-  Heads that forget soon may have their queries read `beyond_chunks`, and no state. Without `folding` the kernels
-  multiply scores by discounts.
+  Heads that forget soon may have their queries read `beyond_chunks`, and no state; those of which that is known from
+  the start have no further copies. Without `folding` the kernels multiply scores by discounts.
   """
   power = settings.power
   batch, time, _, head_dim = x.k.shape
@@ -210,18 +210,23 @@ def operands_and_copies(
   fold = jnp.exp2((gates.until_end + log_scale) / power)
 
   turned = angles(x.rotation)
+  widths = head_dim, x.v.shape[-1]
+  may_have_state = candidates(gates.before, gates.end, widths, settings) if beyond_chunks else None
+  by_query_head = None if may_have_state is None else jnp.repeat(may_have_state, x.q.shape[3], axis=1)
+  of_q, of_k = ([copy._replace(of_some=True) for copy in further] for further in (of_q, of_k))
   of_folded = [Copy(jnp.float16, fold)]
   of_q, of_k = [Copy(jnp.float16), *of_q], [Copy(jnp.float16), *(of_folded if folding else ()), *of_k]
   q, q_exponent = x.q.reshape(batch, time, -1, head_dim), exponents.q
   if q.dtype == jnp.float32:
     q = (x.q * scales.power_of_two(-q_exponent)).astype(jnp.float16).reshape(q.shape)
-    q, *q_copies = copies(q, of_q, angles=turned, interpret=settings.interpret)
+    q, *q_copies = copies(q, of_q, angles=turned, some=by_query_head, interpret=settings.interpret)
   else:
     room = _room(x.rotation)
-    q, *q_copies, largest = copies(q, of_q, room=room, angles=turned, interpret=settings.interpret)
+    how: dict[str, Any] = {"some": by_query_head, "interpret": settings.interpret}
+    q, *q_copies, largest = copies(q, of_q, room=room, angles=turned, **how)
     q_exponent = jnp.moveaxis(scales.of_queries(largest, room), 1, 2).reshape(q_exponent.shape)
   scale = by_head(jnp.exp2(-exponents.k.astype(jnp.float32)))
-  plain, *k_copies = copies(x.k, of_k, scale=scale, angles=turned, interpret=settings.interpret)
+  plain, *k_copies = copies(x.k, of_k, scale=scale, angles=turned, some=may_have_state, interpret=settings.interpret)
   folded = k_copies.pop(0) if folding else None
 
   def vectors(fades: Int[Array, "B H"]) -> tuple[Float16[Array, "B T Hq d"], Float16[Array, "B T H d"]]:
@@ -231,7 +236,7 @@ def operands_and_copies(
     return q, found
 
   v = x.v.astype(jnp.bfloat16)
-  seen = visible(Tiles(gates.before, gates.end, gates.decay, vectors, v, head_dim), settings, beyond_chunks)
+  seen = visible(Tiles(gates.before, gates.end, gates.decay, vectors, v, head_dim, may_have_state), settings)
   found = Operands(
     q=q,
     keys=_keys(folded, plain, fold, gates, log_scale, seen),

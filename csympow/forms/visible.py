@@ -7,7 +7,8 @@ keys point (`kernels_pallas.gpu.bounds`, `kernels_pallas.gpu.reach`).
 
 Gates of about 0.999 leave some 8,000 tokens to be read, be the sequence 65,536 long. In the chunked form a head that
 forgets sooner, such that reading all it remembers costs less than a state, has none: its queries read beyond their
-chunk. So do those of a head whose states are too coarse for them (`csympow.forms.faint`).
+chunk. So do those of a head whose states are too coarse for them (`csympow.forms.faint`). Of some heads gates alone
+tell that they will have none, before anything is made for a state.
 """
 
 import functools
@@ -54,24 +55,37 @@ class Tiles(NamedTuple):
   vectors: Callable[[Int[Array, "B H"]], tuple[Float16[Array, "B T Hq d"], Float16[Array, "B T H d"]]]
   v: BFloat16[Array, "B T H dv"]
   head_dim: int
+  may_have_state: Int[Array, "B H"] | None = None  # see `candidates`
 
 
-def visible(x: Tiles, settings: Settings, beyond_chunks: bool = False) -> Visible:
-  """What is read inside chunks or, of heads that are better off without a state, `beyond_chunks`."""
+def visible(x: Tiles, settings: Settings) -> Visible:
+  """What is read inside chunks or, of heads that are better off without a state, beyond them."""
   tiles, in_chunk = x.decay.shape[2], settings.chunk // TILE
   if settings.gated and settings.chunk == tiles * TILE >= LONG:
     first = _earliest(x, _fades(x, tiles - 1), settings)
     return Visible(first, _latest(first, tiles))
   inside = _earliest_of_chunk(x, in_chunk)
-  worth = tiles_of_a_state(x.head_dim, x.v.shape[3])
-  if not (settings.gated and beyond_chunks and tiles * TILE >= LONG and tiles > worth):
+  if x.may_have_state is None:
     return Visible(inside, _latest(inside, in_chunk))
+  worth = tiles_of_a_state(x.head_dim, x.v.shape[3])
   fades = _fades(x, worth)
   beyond = _earliest(x, fades, settings)
   read = jnp.arange(tiles, dtype=jnp.int32) - beyond
-  has_state = ~fades | (jnp.mean(read.astype(jnp.float32), axis=-1) > worth)
+  costs_more = jnp.mean(read.astype(jnp.float32), axis=-1) > worth
+  has_state = ~fades | (costs_more & (x.may_have_state > 0))
   first = jnp.where(has_state[..., None], inside, beyond)
   return Visible(first, _latest(first, tiles), has_state.astype(jnp.int32))
+
+
+def candidates(before: Total, end: Total, widths: tuple[int, int], settings: Settings) -> Int[Array, "B H"] | None:
+  """Heads that may have a state: 1, or 0 if what a state is for has faded everywhere; None if all have one.
+
+  Such a head reads no more than some ten times what a state costs, whatever its keys: after so much nothing is visible.
+  """
+  tiles, worth = before.hi.shape[2], tiles_of_a_state(*widths)
+  if not settings.gated or settings.chunk == tiles * TILE or tiles * TILE < LONG or tiles <= worth:
+    return None
+  return (~jnp.all(_faded(before, end, worth), axis=-1)).astype(jnp.int32)
 
 
 def without_states(x: Visible, end: Total, heads: Bool[Array, "B H"]) -> Visible:
@@ -102,11 +116,16 @@ def tiles_of_a_state(head_dim: int, value_dim: int) -> int:
 
 def _fades(x: Tiles, tiles: int) -> Bool[Array, "B H"]:
   """Whether gates leave LEFT_OUT or less of what is so many tiles away, mostly."""
-  kept = for_each(lambda total: total[..., tiles:], x.before) - for_each(lambda total: total[..., :-tiles], x.end)
-  fades = kept < math.log(LEFT_OUT)
-  if fades.shape[-1] > 1:  # or a block of threads would look up all of a head's
-    fades = lax.optimization_barrier(fades)
-  return jnp.mean(fades.astype(jnp.float32), axis=-1) > 0.5
+  return jnp.mean(_faded(x.before, x.end, tiles).astype(jnp.float32), axis=-1) > 0.5
+
+
+def _faded(before: Total, end: Total, tiles: int) -> Bool[Array, "B H m"]:
+  """Where they do: at each tile that has so many before it."""
+  kept = for_each(lambda total: total[..., tiles:], before) - for_each(lambda total: total[..., :-tiles], end)
+  faded = kept < math.log(LEFT_OUT)
+  if faded.shape[-1] > 1:  # or a block of threads would look up all of a head's
+    faded = lax.optimization_barrier(faded)
+  return faded
 
 
 def _earliest(x: Tiles, fades: Bool[Array, "B H"], settings: Settings) -> Int[Array, "B H n"]:

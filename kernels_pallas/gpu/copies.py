@@ -43,6 +43,7 @@ class Copy(NamedTuple):
   dtype: DTypeLike
   factor: Float[Array, "B H T"] | None = None
   time_last: bool = False
+  of_some: bool = False  # heads only, if these are told apart
 
 
 class _Given(NamedTuple):
@@ -52,6 +53,7 @@ class _Given(NamedTuple):
   scale: Any
   angles: Any
   only: Any
+  some: Any
   after: Any
 
 
@@ -63,6 +65,7 @@ def copies(
   room: int | None = None,
   angles: Angles | None = None,
   only: Int[Array, "B H"] | None = None,
+  some: Int[Array, "B H"] | None = None,
   after: Array | None = None,
   interpret: Any = None,
 ) -> list[Array]:
@@ -70,7 +73,8 @@ def copies(
 
   With `room` each vector is divided by a power of two, at most 2 ** MOST, so that its largest coordinate is below
   2 ** -room (`tiles.power_of_two`); these coordinates, B H T, without their signs, come after the copies. Heads that
-  are not 1 in `only` get anything. Nothing is made before there is `after`, so that it takes no memory until then.
+  are not 1 in `only` get anything, and so do those that are not 1 in `some` of copies that are `of_some`. Nothing is
+  made before there is `after`, so that it takes no memory until then.
   """
   batch, time, heads, head_dim = x.shape
   group = 1 if angles is None else heads // angles.since.shape[1]
@@ -98,23 +102,33 @@ def copies(
       for part in range(parts):
         plgpu.copy_gmem_to_smem(first.later(n).part(x_ref, part), all_of_x.at[slot, part], filled.at[slot])
 
-    def copy_one(n, none):
-      pl.when(n + 1 < many)(lambda: fetch(n + 1))
-      copy_tile(given, outputs, scratch, first, n)
-      return none
+    def make(asked):
+      def copy_one(n, none):
+        pl.when(n + 1 < many)(lambda: fetch(n + 1))
+        copy_tile(given, outputs, scratch, first, n, asked)
+        return none
 
-    @pl.when(many > 0)
-    def _():
       fetch(jnp.int32(0))
       lax.fori_loop(0, many, copy_one, None)
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-  def copy_tile(given, outputs, scratch, first, n):
+    everything = range(len(wanted))
+    of_all = [m for m in everything if not wanted[m].of_some]
+    if some is None:
+      pl.when(many > 0)(lambda: make(everything))
+    else:  # one branch for a whole block: inside the loop it would cost time
+      has_all = given.some[first.b, first.head] > 0
+      pl.when((many > 0) & has_all)(lambda: make(everything))
+      pl.when((many > 0) & ~has_all)(lambda: make(of_all))
+
+  def copy_tile(given, outputs, scratch, first, n, asked):
     all_of_x, *out_smem, filled = scratch
     slot, tile = place_in_ring(n, slots), first.later(n)
     x_smem, b, head, at = all_of_x.at[slot], tile.b, tile.head, tile.rows
     # While x is on its way.
-    factors = [None if ref is None else tile.by_token(ref.at[b, head]) for ref in given.factors]
+    chosen = [(wanted[m], out_smem[m], outputs[m]) for m in asked]
+    factors = [given.factors[m] for m in asked]
+    factors = [None if ref is None else tile.by_token(ref.at[b, head]) for ref in factors]
     scales = None if scale is None else tile.by_token(given.scale.at[b, head])
     if angles is not None:
       angles_here = of_head(given.angles, b, tile.source)
@@ -134,7 +148,7 @@ def copies(
         exact = rotated(exact, radians(angles_here, turns, tile.number, part), interpret)
       if not exact_already:
         exact = exact.astype(jnp.float16).astype(f32)
-      for copy, factor, smem in zip(wanted, factors, out_smem, strict=True):
+      for (copy, smem, _), factor in zip(chosen, factors, strict=True):
         value = exact if factor is None else exact * down(factor, shape)
         target = smem.at[part].transpose((1, 0)) if copy.time_last else smem.at[part]
         target[...] = value.astype(copy.dtype)
@@ -142,12 +156,12 @@ def copies(
     for part in range(parts):
       work(part)
     plgpu.commit_smem()
-    for copy, smem, out in zip(wanted, out_smem, outputs[: len(wanted)], strict=True):
+    for copy, smem, out in chosen:
       for part in range(parts):
         to = out.at[b, head, columns(part), at] if copy.time_last else tile.part(out, part)
         plgpu.copy_smem_to_gmem(smem.at[part], to)
 
-  arguments = _Given(tuple(copy.factor for copy in wanted), scale, angles, only, after)
+  arguments = _Given(tuple(copy.factor for copy in wanted), scale, angles, only, some, after)
   leaves, structure = jax.tree.flatten(arguments)
   results = [
     jax.ShapeDtypeStruct((batch, heads, head_dim, time) if copy.time_last else x.shape, copy.dtype) for copy in wanted
