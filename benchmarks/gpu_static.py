@@ -27,7 +27,6 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import csympow
-from csympow import cost
 
 TOKENS, HEADS = 65_536, 12
 # What XLA wants to know of a chip that is not here: an H100's.
@@ -60,7 +59,6 @@ class Kernel(NamedTuple):
 def compile_call(length: int, power: int, head_dim: int, form: str, rotated: bool, directory: Path) -> None:
   """Compiles a call and its gradients; Mosaic leaves what ptxas wrote in the directory."""
   os.environ |= {"MOSAIC_GPU_DUMP_TO": str(directory), "MOSAIC_GPU_DUMP_PTXAS": "1"}
-  cost.platform = lambda: "gpu"
   device = topologies.get_topology_desc(platform="cuda", target_config=_CHIP, topology="1x1x1").devices[0]
   lead, place = (max(1, TOKENS // length), length, HEADS), SingleDeviceSharding(device)
   vector = jax.ShapeDtypeStruct((*lead, head_dim), jnp.bfloat16, sharding=place)

@@ -96,7 +96,7 @@ def attention(
     return op.attention(q, k, v, power, log_gate, beta, rates, segment_ids, scale, form, chunk_size, implementation)
   shape = op._shape(q, k, v, power, needs_state=False)
   plan = _plan(shape, q.dtype, shards, form, chunk_size, implementation)
-  settings = op._settings(power, plan, q.dtype)._replace(gated=log_gate is not None)
+  settings = op._settings(power, plan, q.dtype, cost.platform())._replace(gated=log_gate is not None)
   shard, q, k, v, log_gate, beta, rates, segment_ids = op._equally_varying(
     (lax.axis_index(axis), q, k, v, log_gate, beta, rates, segment_ids)
   )

@@ -8,7 +8,7 @@ length, and near the crossing either will do. docs/forms.md derives the counts a
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -93,14 +93,20 @@ class Explanation:
   reason: str
 
 
-def platform() -> str:
-  """The kind of chip that the program being traced is most likely for.
-
-  That of the mesh, or of `jax.default_device`, or of this machine. A guess, where a program is compiled ahead of time
-  for a chip that none of them names: then the plan may be slow, or one by kernels that the chip does not have.
-  """
+def named() -> str | None:
+  """The kind of chip that a program being traced is for, if the mesh or `jax.default_device` says so."""
   device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
-  name = getattr(device, "platform", device) or jax.default_backend()
+  return kind(device) if device else None
+
+
+def platform() -> str:
+  """The kind of chip that is named, or else that this machine has: a guess, where a program is only traced."""
+  return named() or kind(jax.default_backend())
+
+
+def kind(device: Any) -> str:
+  """That of a device, or of a platform by name."""
+  name = getattr(device, "platform", device)
   return "gpu" if name in ("cuda", "rocm") else name
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from csympow import cost, implementations, rotation, validation
+from csympow import cost, dispatch, implementations, rotation, validation
 from csympow.checks import validated
 from csympow.cost import Explanation, Implementation
 from csympow.features import feature_dim
@@ -65,9 +65,9 @@ def attention(
   Returns:
     The outputs in q's dtype; 0, with zero gradient, where a row's weights sum to 0.
   """
-  plan = _plan(q, k, v, power, form, chunk_size, implementation, needs_state=False)
-  how = (plan.form, plan.implementation, _settings(power, plan, q.dtype))
-  return _attend(q, k, v, log_gate, beta, rates, segment_ids, scale, None, *how, False)[0]
+  way_on = functools.partial(_way_on, _shape(q, k, v, power, needs_state=False), q.dtype, form, chunk_size)
+  y, _ = dispatch.run(way_on, implementation, q, k, v, log_gate, beta, rates, segment_ids, scale, None)
+  return y
 
 
 @validated(validation.check_sequence)
@@ -91,11 +91,8 @@ def prefill(
   A given state continues into the first run of segment ids; the state returned is the last run's. Calls joined by a
   state give what one call over all tokens gives, at any split, and gradients flow through the state.
   """
-  plan = _plan(q, k, v, power, form, chunk_size, implementation, needs_state=True)
-  how = (plan.form, plan.implementation, _settings(power, plan, q.dtype))
-  y, new_state = _attend(q, k, v, log_gate, beta, rates, segment_ids, scale, state, *how, True)
-  assert new_state is not None
-  return y, new_state
+  way_on = functools.partial(_way_on, _shape(q, k, v, power, needs_state=True), q.dtype, form, chunk_size)
+  return dispatch.run(way_on, implementation, q, k, v, log_gate, beta, rates, segment_ids, scale, state)
 
 
 @validated(validation.check_token)
@@ -117,8 +114,12 @@ def step(
   A layer says which one of states that are stacked along a first axis is meant.
   """
   shape = _shape(q[:, None], k[:, None], v, power, needs_state=True)
-  chosen = implementations.for_step(shape, implementation, cost.platform())
-  return _step(q, k, v, state, power, log_gate, beta, rates, scale, chosen, layer)
+
+  def way_on(chip: str, asked: Implementation | None) -> dispatch.Way:
+    chosen = implementations.for_step(shape, asked, chip)
+    return dispatch.Way(chosen, functools.partial(_step, power=power, implementation=chosen))
+
+  return dispatch.run(way_on, implementation, q, k, v, state, log_gate, beta, rates, scale, layer)
 
 
 @functools.partial(jax.jit, static_argnames=("power", "implementation"), inline=True)
@@ -127,13 +128,13 @@ def _step(
   k: Array,
   v: Array,
   state: State,
-  power: int,
   log_gate: Array | None,
   beta: Array | None,
   rates: Array | None,
   scale: ArrayLike | None,
-  implementation: Implementation,
   layer: Array | None,
+  power: int,
+  implementation: Implementation,
 ) -> tuple[Array, State]:
   if implementation == "pallas":
     q, k, v, state, log_gate, beta, rates = _equally_varying((q, k, v, state, log_gate, beta, rates))
@@ -325,30 +326,28 @@ def _shape(q: _Shaped, k: _Shaped, v: _Shaped, power: int, *, needs_state: bool)
   return cost.Shape(batch, time, query_heads, k.shape[2], head_dim, v.shape[-1], power, needs_state)
 
 
-def _plan(
-  q: Array,
-  k: Array,
-  v: Array,
-  power: int,
-  form: str,
-  chunk_size: int | None,
-  implementation: Implementation | None,
-  *,
-  needs_state: bool,
-) -> cost.Plan:
-  shape, device = _shape(q, k, v, power, needs_state=needs_state), cost.platform()
-  allowed = implementations.allowed(shape, q.dtype, form, chunk_size, implementation, device)
-  return cost.choose(shape, form, chunk_size, device, allowed)
+def _way_on(
+  shape: cost.Shape, dtype: DTypeLike, form: str, chunk_size: int | None, chip: str, asked: Implementation | None
+) -> dispatch.Way:
+  """How to attend on a kind of chip."""
+  allowed = implementations.allowed(shape, dtype, form, chunk_size, asked, chip)
+  plan = cost.choose(shape, form, chunk_size, chip, allowed)
+  how = {
+    "form": plan.form,
+    "implementation": plan.implementation,
+    "settings": _settings(shape.power, plan, dtype, chip),
+  }
+  return dispatch.Way(plan.implementation, functools.partial(_attend, **how, return_state=shape.needs_state))
 
 
-def _settings(power: int, plan: cost.Plan, dtype: DTypeLike) -> Settings:
+def _settings(power: int, plan: cost.Plan, dtype: DTypeLike, chip: str) -> Settings:
   """The constants of the compiled program.
 
   float32 is taken at its word unless the caller has set JAX's default precision. For 16-bit inputs less will do, though
   not as few as 8 bits: powers and gradients multiply the rounding of a product's operands.
   """
   precision = jax.config.jax_default_matmul_precision or "highest" if dtype == jnp.float32 else "high"
-  return Settings(power, plan.chunk, plan.block, plan.tile, precision, chip=cost.platform())
+  return Settings(power, plan.chunk, plan.block, plan.tile, precision, chip=chip)
 
 
 # Compiled, so that calls outside of jit need not trace and compile their loops anew each time.

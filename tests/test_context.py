@@ -129,7 +129,7 @@ def test_shards_that_attend_from_states_give_the_whole_sequence(monkeypatch):
 
 @pytest.mark.parametrize("chip", ["gpu", "tpu"])
 def test_long_split_sequences_are_for_kernels(chip, monkeypatch):
-  monkeypatch.setattr(cost, "platform", lambda: chip)
+  monkeypatch.setattr(cost, "named", lambda: chip)
   shape = cost.Shape(
     batch=1, time=65_536, query_heads=12, heads=12, head_dim=64, value_dim=64, power=2, needs_state=False
   )

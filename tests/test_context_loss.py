@@ -68,7 +68,7 @@ def test_texts_are_read_at_once_where_a_kernel_attends_to_all_of_them_and_memory
   two, four, baseline, exact = of(), of(power=4), of(variant="softmax"), of(power=4, dtype="float32")
   for model in (two, four, baseline):
     assert streaming.shape_for(model, 65_536, 16) == caches.shape_for(model, 65_536, 16), "there is none for a CPU"
-  monkeypatch.setattr(cost, "platform", lambda: "gpu")
+  monkeypatch.setattr(cost, "named", lambda: "gpu")
   monkeypatch.setattr(softmax, "_traces", lambda *call: True)  # as where cuDNN is installed
   for model in (four, baseline):
     assert streaming.shape_for(model, 65_536, 16).rows == 2

@@ -43,7 +43,7 @@ def gradients(case, chunk=None):
 
 @pytest.mark.slow
 def test_shards_of_a_split_sequence_take_the_kernels(monkeypatch):
-  monkeypatch.setattr(cost, "platform", lambda: "gpu")
+  monkeypatch.setattr(cost, "named", lambda: "gpu")
   case, mesh = Case(T=1024, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention"), mesh_of(context=2)
   (x, rest), attention = inputs(case), functools.partial(context.attention, form="chunked", implementation="pallas")
 

@@ -68,7 +68,7 @@ def test_calls_with_all_there_is_compile_for_every_chip(form, case, chip):
 
 @pytest.mark.slow
 def test_the_training_step_of_the_124m_model_lowers_with_the_kernels(monkeypatch):
-  monkeypatch.setattr(cost, "platform", lambda: "tpu")
+  monkeypatch.setattr(cost, "named", lambda: "tpu")
   config = overrides.load("configs/long/p2_65536.py", {})
   layout = Layout(make_mesh(mesh_sizes(2, 2, 2, 1, devices=8), jax.devices()[:8]))
   program = Program(config, layout)

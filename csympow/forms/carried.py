@@ -21,7 +21,7 @@ from csympow.forms.near_tpu import time_first, vectors
 from csympow.forms.spans import Settings
 from kernels_pallas.tpu import chunked_backward, chunked_forward
 from kernels_pallas.tpu.features import coordinates
-from kernels_pallas.tpu.shifts import Chunks, State, on_chip
+from kernels_pallas.tpu.shifts import Chunks, State, as_one_batch
 
 _STRETCHES = 8  # into which time is cut for the sums that gradients must come to, at most
 
@@ -74,8 +74,8 @@ def _forward(
   scale = near.state_scale(divided_by.top)
   if initial is not None:
     initial = State(initial.S / scale, initial.Z / scale)
-  forward = functools.partial(chunked_forward.forward, return_final=return_final)
-  y, final = on_chip(forward, settings.interpret, chunks, initial)
+  forward = functools.partial(chunked_forward.forward, return_final=return_final, interpret=settings.interpret)
+  y, final = as_one_batch(forward, chunks, initial)
   result = None if final is None else State(final.S * scale, final.Z * scale)
   saved = _Saved(chunks, divided_by, tokens.rotation, initial, final, y)
   return (time_first(y.y).astype(dtype), result), saved
@@ -97,10 +97,12 @@ def _backward(
   count = x.across.shape[-1]
   stretch = next(n for n in range(-(-count // _STRETCHES), count + 1) if count % n == 0)
 
-  queries = functools.partial(chunked_backward.queries, stretch=stretch)
-  keys = functools.partial(chunked_backward.keys, stretch=stretch)
-  q_far, found = on_chip(queries, settings.interpret, x, rows, saved.initial)
-  inside, dfound, dinitial = on_chip(keys, settings.interpret, x, rows, dfinal)
+  queries, keys = (
+    functools.partial(walk, stretch=stretch, interpret=settings.interpret)
+    for walk in (chunked_backward.queries, chunked_backward.keys)
+  )
+  q_far, found = as_one_batch(queries, x, rows, saved.initial)
+  inside, dfound, dinitial = as_one_batch(keys, x, rows, dfinal)
 
   dq, dk = time_first(inside.q + q_far) / 2, time_first(inside.k[:, :, None]) / 2  # without the factor p
   dv = time_first(inside.v[:, :, None])[..., 0, :]

@@ -3,6 +3,7 @@
 bfloat16 has float32's range, so keys need no exponents of their own, only that of the longest of their head.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu.arrays import Outputs
 from kernels_pallas.gpu.attention_backward import Gradients
 from kernels_pallas.tpu import attention_backward, attention_forward, pairs
-from kernels_pallas.tpu.shifts import Chunks, on_chip
+from kernels_pallas.tpu.shifts import Chunks, as_one_batch
 from kernels_pallas.weights import LOG2E
 
 
@@ -70,7 +71,8 @@ def operands(x: near.Tokens, settings: Settings, *, with_state: bool, save: bool
 
 def forward(x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interpret: Any) -> tuple[Outputs, Operands]:
   """What each query gathers, and the operands of the backward pass."""
-  by_kernel = on_chip(lambda x, **how: attention_forward.forward(x, power=power, **how), interpret, x.chunks)
+  kernel = functools.partial(attention_forward.forward, power=power, interpret=interpret)
+  by_kernel = as_one_batch(kernel, x.chunks)
   batch, _, _, _, time = by_kernel.y.shape
   y = time_first(by_kernel.y).reshape(batch, time, -1, by_kernel.y.shape[3])
   high, bits = y.astype(dtype), scales.FLOAT16 if dtype == jnp.float16 else scales.BFLOAT16
@@ -87,9 +89,8 @@ def backward(x: Operands, given: near.Cotangents, power: int, interpret: Any) ->
 
   dy = jnp.moveaxis(given.dy.reshape(batch, time, heads, group, -1), 1, -1)
   found = attention_backward.Rows(dy, rows(given.inverse), rows(given.delta))
-  by_kernel = on_chip(
-    lambda *x, **how: attention_backward.backward(*x, power=power, **how), interpret, x.chunks, found, x.ends
-  )
+  kernel = functools.partial(attention_backward.backward, power=power, interpret=interpret)
+  by_kernel = as_one_batch(kernel, x.chunks, found, x.ends)
   dq = time_first(by_kernel.q).reshape(batch, time, heads * group, -1)
   return Gradients(dq, *(jnp.moveaxis(a, -1, 1) for a in by_kernel[1:]))
 

@@ -11,7 +11,6 @@ In which order is said in `kernels_pallas.tpu.features`.
 All matrix products have bfloat16 operands and float32 sums. VMEM is rows of 128 lanes, hence tiles of 128 tokens.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -294,19 +293,15 @@ def vary_as(like: Array) -> Callable[..., jax.ShapeDtypeStruct]:
   return shape
 
 
-def on_chip(kernel: Callable[..., Any], interpret: Any, *arguments: Any) -> Any:
-  """Runs a kernel; where the program is compiled for no TPU, as XLA's code, right if not fast.
+def as_one_batch(kernel: Callable[..., Any], *arguments: Any) -> Any:
+  """Runs a kernel of arrays whose first axis is the batch, and puts what vmap adds into that.
 
-  Every array's first axis is the batch, and what vmap adds goes into it: Pallas would cut arrays that stay in memory,
-  and does not lower that.
+  Pallas would cut arrays that stay in memory, and does not lower that.
   """
 
   @jax.custom_batching.custom_vmap
   def run(*arguments: Any) -> Any:
-    varying = jax.typeof(jax.tree.leaves(arguments)[0]).manual_axis_type.varying
-    if interpret is not None or varying:  # plain interpretation knows nothing of the axes of shard_map
-      return kernel(*arguments, interpret=interpret)
-    return lax.platform_dependent(*arguments, tpu=kernel, default=functools.partial(kernel, interpret=True))
+    return kernel(*arguments)
 
   @run.def_vmap
   def as_larger_batch(size: int, batched: Any, *arguments: Any) -> tuple[Any, Any]:

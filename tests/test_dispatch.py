@@ -1,0 +1,104 @@
+"""One traced program is right, and by kernels, for whatever chip it is compiled for."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import csympow
+from tests import comparing
+from tests.comparing import Case, inputs, quick_jit
+
+CASE = Case(T=130, B=1, H=1, d=64, dv=64, rotation="none", dtype="bfloat16", entry="attention")
+LONG = dataclasses.replace(CASE, T=4096, H=4)  # such that kernels are worth it
+KERNELS = {"cpu": (), "cuda": ("attention_forward_mosaic_gpu",), "tpu": ('kernel_name = "chunked_forward"',)}
+
+
+def attend(x, rest, **options):
+  return comparing.call(x, rest, entry="attention", **options)["y"]
+
+
+def loss(x, rest, **options):
+  return attend(x, rest, **options).astype(jnp.float32).sum()
+
+
+def lowered(traced, platform):
+  return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def kernels_in(text):
+  return [name for names in KERNELS.values() for name in names if name in text]
+
+
+@pytest.fixture(scope="module")
+def traced():
+  return jax.jit(loss).trace(*inputs(LONG))
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_a_program_has_the_kernels_of_the_chip_it_is_compiled_for(traced, platform):
+  assert kernels_in(lowered(traced, platform)) == list(KERNELS[platform])
+
+
+def test_so_have_its_gradients():
+  traced = jax.jit(jax.grad(functools.partial(loss, implementation="pallas"))).trace(*inputs(CASE))
+  assert 'kernel_name = "chunked_keys"' in lowered(traced, "tpu")
+
+
+def test_kernels_that_the_chip_does_not_have_are_refused_in_words_when_it_is_known():
+  x, rest = inputs(CASE)
+  by_kernels = functools.partial(attend, implementation="pallas")
+  traced = jax.jit(by_kernels).trace(x, rest)
+  assert lowered(traced, "tpu")
+  of_narrow_heads = jax.jit(by_kernels).trace(*inputs(Case(T=130, d=32, dv=32, dtype="bfloat16", entry="attention")))
+  for_a_cpu = "has kernels for NVIDIA Hopper GPUs and for TPUs, and this call is for a cpu"
+  for refused, why in (
+    (lambda: lowered(traced, "cpu"), for_a_cpu),
+    (lambda: jax.jit(by_kernels)(x, rest), for_a_cpu),
+    (lambda: by_kernels(x, rest), for_a_cpu),
+    (lambda: jax.vmap(by_kernels)(*jax.tree.map(lambda a: a[None], (x, rest))), for_a_cpu),
+    (lambda: lowered(of_narrow_heads, "tpu"), "for TPUs with d and dv of 64 and 128, got d=32 and dv=32"),
+  ):
+    with pytest.raises(NotImplementedError, match=why):
+      refused()
+
+
+def test_what_no_chip_has_is_refused_while_it_is_traced():
+  with pytest.raises(NotImplementedError, match="implementation='pallas' has kernels for"):
+    jax.jit(functools.partial(loss, implementation="pallas")).trace(*inputs(Case(d=64, dv=64, entry="attention")))
+
+
+def test_arrays_say_where_a_call_runs(monkeypatch):
+  x, rest = jax.device_put(inputs(LONG), jax.devices("cpu")[0])
+  expected = attend(x, rest, implementation="xla")
+  monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  comparing.assert_close(attend(x, rest), expected, 5e-3, "y")
+  jax.grad(loss)(x, rest)  # through no kernel either
+
+
+def test_gradients_need_no_more_memory_for_the_choice():
+  x, rest = inputs(LONG)
+
+  def kept():
+    _, transpose = jax.vjp(lambda x: loss(x, rest), x)
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(transpose))
+
+  def compiled():
+    return comparing.temporaries(jax.grad(loss), x, rest)
+
+  at_choice = kept(), compiled()
+  with jax.default_device(jax.devices("cpu")[0]):
+    assert at_choice == (kept(), compiled())
+
+
+def test_a_step_has_a_kernel_where_there_is_one():
+  state, q = csympow.init_state(1, 1, 64, 64), jnp.ones((1, 1, 64), jnp.bfloat16)
+  traced = jax.jit(lambda state: csympow.step(q, q, q, state)).trace(state)
+  assert "mosaic_gpu" in lowered(traced, "cuda")
+  assert "custom_call" not in lowered(traced, "tpu")
+  y, _ = csympow.step(q, q, q, state)
+  np.testing.assert_allclose(quick_jit(lambda state: csympow.step(q, q, q, state))(state)[0], y, rtol=1e-2)
