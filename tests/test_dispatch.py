@@ -95,6 +95,17 @@ def test_gradients_need_no_more_memory_for_the_choice():
     assert at_choice == (kept(), compiled())
 
 
+def test_a_second_derivative_is_for_xla_alone():
+  x, rest = inputs(LONG)
+
+  def again(x, **options):
+    return jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, jax.grad(functools.partial(loss, **options))(x, rest), x))
+
+  jax.eval_shape(jax.grad(functools.partial(again, implementation="xla")), x)
+  with pytest.raises(NotImplementedError, match="the kernels have no second derivative; implementation='xla' has"):
+    jax.eval_shape(jax.grad(again), x)
+
+
 def test_a_step_has_a_kernel_where_there_is_one():
   state, q = csympow.init_state(1, 1, 64, 64), jnp.ones((1, 1, 64), jnp.bfloat16)
   traced = jax.jit(lambda state: csympow.step(q, q, q, state)).trace(state)

@@ -18,6 +18,7 @@ from csympow.features import pairs, symmetric
 from csympow.forms import anchors, near, near_tpu, rotating, scales
 from csympow.forms.memory import Memory
 from csympow.forms.near_tpu import time_first, vectors
+from csympow.forms.once import differentiated_once
 from csympow.forms.spans import Settings
 from kernels_pallas.tpu import chunked_backward, chunked_forward
 from kernels_pallas.tpu.features import coordinates
@@ -68,6 +69,7 @@ def _attend(
 def _forward(
   tokens: near.Tokens, initial: State | None, settings: Settings, dtype: DTypeLike, return_final: bool
 ) -> tuple[tuple[Float[Array, "B T H g dv"], State | None], _Saved]:
+  tokens = differentiated_once(tokens)
   G = near_tpu.running(tokens.log_gate, settings)
   chunks, *exponents = near_tpu.chunks(tokens, G, settings.chunk)
   divided_by = _Scales(*exponents)

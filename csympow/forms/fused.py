@@ -16,6 +16,7 @@ from csympow import gates
 from csympow.forms import anchors, expanded, memory, near, near_tpu, rotating, scales
 from csympow.forms.chunked import Sequence, inputs_of, normalised_backward
 from csympow.forms.memory import Memory, Written, discounted, empty, inner
+from csympow.forms.once import differentiated_once
 from csympow.forms.spans import SMALLEST, Inputs, Settings, Sums, for_each, heads_first, over_normaliser, time_first
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import arrays
@@ -73,6 +74,7 @@ def _forward(
   return_memory: bool,
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved]:
+  tokens = differentiated_once(tokens)
   q, k, v, _, rotation = tokens
   kernels, value_dim = _KERNELS[settings.chip], v.shape[-1]
   stateful, denominator = memory is not None or return_memory, None

@@ -24,6 +24,7 @@ from csympow.forms.anchors import Ends
 from csympow.forms.centring import NO_MORE, centre
 from csympow.forms.faint import Read, faint
 from csympow.forms.memory import Memory
+from csympow.forms.once import differentiated_once
 from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total
 from kernels_pallas.gpu import arrays, attention_forward, gram, scan, state_read, state_write, symmetric_write
@@ -111,6 +112,7 @@ def _forward(
   head_dim: int,
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Full | None], _Saved]:
+  tokens = differentiated_once(tokens)
   power, interpret = settings.power, settings.interpret
   q, rotation = tokens.q, tokens.rotation
   G, largest = near.survey(tokens, settings)
