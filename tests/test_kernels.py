@@ -123,6 +123,15 @@ def test_kernels_are_right_on_the_chip(case):
 
 
 @gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_pass_without_gradients_is_right_on_the_chip(case):
+  x, rest = inputs(case)
+  options = {"entry": case.entry, "power": case.power, "form": "attention", "implementation": "pallas"}
+  y = jax.jit(functools.partial(comparing.call, rest=rest, **options))(x)["y"]
+  comparing.assert_close(y, reference(case)["y"], TOLERANCE[case.dtype], "y")
+
+
+@gpu
 @pytest.mark.parametrize(
   ("d", "power", "rotation"),
   [(32, 4, "none"), (64, 2, "none"), (32, 4, "learned"), (64, 2, "learned"), (128, 2, "learned")],
@@ -313,6 +322,21 @@ def test_kernels_are_right_in_the_interpreter_and_race_free(case, monkeypatch):
   run = attend(case, plgpu.InterpretGPUParams(detect_races=True))
   results = comparing.with_gradients(lambda x: run(x, rest), x, cotangents(case))
   assert_results_close(jax.tree.map(np.asarray, results), reference(case), TOLERANCE[case.dtype])
+
+
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize(
+  "case",
+  [
+    Case(T=400, B=1, H=1, d=32, dv=32, gate="weak", rotation="none", dtype="bfloat16", entry="attention"),
+    slow(Case(T=400, B=1, H=1, groups=2, d=64, dv=64, gate="weak", power=4, dtype="bfloat16", entry="attention")),
+  ],
+  ids=str,
+)
+def test_a_pass_without_gradients_is_right_in_the_interpreter_and_race_free(case, monkeypatch):
+  monkeypatch.setattr(attention_forward, "multiprocessors", lambda: 1)
+  y = attend(case, plgpu.InterpretGPUParams(detect_races=True))(*inputs(case))["y"]
+  comparing.assert_close(y, reference(case)["y"], TOLERANCE[case.dtype], "y")
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ from kernels_pallas.gpu.tiles import (
   WGMMA,
   across,
   by_eights,
+  by_eights_in_pairs,
   causal,
   down,
   multiprocessors,
@@ -55,7 +56,7 @@ from kernels_pallas.gpu.tiles import (
   wait_if,
 )
 from kernels_pallas.gpu.turns import Turns
-from kernels_pallas.weights import LOG2E, SMALLEST, even_power
+from kernels_pallas.weights import LOG2E, SMALLEST, even_power, raised
 
 _BATCH = 2 * IN_TILE  # blocks of keys whose discounts are computed together, for they come from afar
 _BY_THREAD = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
@@ -115,6 +116,7 @@ def forward(
   wide = value_dim > 64  # there is no room for what wide heads carry
   f32 = jnp.float32
   folding, given = keys.folded is not None, keys.top is not None or angles is not None
+  in_pairs = not (folding or save_low)
   unread: Any = None
   keys = keys._replace(fold=unread, totals=unread) if folding else keys
   narrow, of_rows = jnp.dtype(dtype).itemsize == 2, batch * query_heads
@@ -191,6 +193,10 @@ def forward(
       def free(freed, j):
         plgpu.barrier_arrive(freed.at[slot_of(j)])
 
+      def free_keys(j):
+        if folding:  # or they go with the values
+          free(k_freed, j)
+
       def wait_for_keys(j):
         plgpu.barrier_wait((k_filled if folding else v_filled).at[slot_of(j)])
 
@@ -203,7 +209,7 @@ def forward(
 
         def see(j, none):
           wait_for_keys(j)
-          free(k_freed, j)
+          free_keys(j)
           wait_for_values(j)
           free(v_freed, j)
           return none
@@ -240,23 +246,26 @@ def forward(
         for block in range(IN_TILE):
           j = place.start + (m - first) * IN_TILE + block
           wait_for_keys(j)
-          if folding:
-            s = scores(j)
-          else:  # discounts are on their way before the product is
+          if not folding:  # discounts are on their way before the product is
             fold = plgpu.load(fold_smem.at[discounts_of(j)], layout=WGMMA.reduce(0), optimized=False)
-            s = scores(j)
-            s = s * across(fold, s.shape)
-          free(k_freed, j)
+          s = scores(j)
+          free_keys(j)
           if block > 0:  # those products have come before the scores
             free(v_freed, j - 1)
           # The barriers: ptxas is short of registers if sums, or scores for their squares, wait for products to be
           # under way, and then it runs one product after another.
           weights = lax.optimization_barrier(even_power(s, power))
-          normaliser, weights = lax.optimization_barrier((normaliser + by_eights(weights), weights.astype(v.dtype)))
+          if in_pairs:
+            weights = weights.astype(v.dtype) * across(fold, s.shape)
+          else:
+            weights = (weights if folding else weights * across(fold, s.shape)).astype(v.dtype)
+          some = by_eights_in_pairs(weights)
+          added, weights = lax.optimization_barrier((some if block == 0 else added + some, weights))
           wait_for_values(j)
           gather(sums, weights, j)
           if value_dim < ROWS:  # or ptxas would overlap more than it has registers for
             plgpu.wgmma_wait(0)
+        normaliser = normaliser + added.astype(f32)
         plgpu.wgmma_wait(0)
         free(v_freed, j)
         return normaliser
@@ -294,7 +303,7 @@ def forward(
         # Of the rounded weights, so that a row of one key gives that key's value exactly.
         normaliser = normaliser + by_eights(weights.astype(f32))
         plgpu.wgmma_wait(0)
-        free(k_freed, j)
+        free_keys(j)
         free(v_freed, j)
         return normaliser
 
@@ -410,9 +419,10 @@ def forward(
 
     def load_block(place, j, source, block):
       b, kv, slot, rows = place.b, place.kv, slot_of(j), pl.ds(block * ROWS, ROWS)
-      wait_if(j >= slots, k_freed.at[slot])
+      wait_if(j >= slots, (k_freed if folding else v_freed).at[slot])
       plgpu.copy_gmem_to_smem(source.at[b, rows, kv], k_smem.at[slot], (k_filled if folding else v_filled).at[slot])
-      wait_if(j >= slots, v_freed.at[slot])
+      if folding:
+        wait_if(j >= slots, v_freed.at[slot])
       plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv], v_smem.at[slot], v_filled.at[slot])
 
     def load_keys(place, start, stop, source, first_tile):
@@ -442,7 +452,8 @@ def forward(
         for i, (fold, high, low) in enumerate(found):
           since = (begin[0] - high) + (begin[1] - low)
           here = fold_smem.at[discounts_of(start + i * IN_TILE, TILE)]
-          here[...] = fold * jnp.exp2(jnp.minimum(since, 0.0) * (LOG2E / power))
+          discounts = raised(fold, power) * jnp.exp2(jnp.minimum(since, 0.0) * LOG2E)
+          here[...] = discounts.astype(fold_smem.dtype)
         plgpu.barrier_arrive(v_filled.at[slot_of(start)])
 
         def load(j, none):
@@ -469,7 +480,8 @@ def forward(
       plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
       count, blocks_of_keys = for_each_place(load)
       wait_for_all(q_freed, count)
-      wait_for_all(k_freed, blocks_of_keys)
+      if folding:
+        wait_for_all(k_freed, blocks_of_keys)
       wait_for_all(v_freed, blocks_of_keys)
 
   of_q: Any = jax.ShapeDtypeStruct(q.shape, keys.plain.dtype)
@@ -498,7 +510,7 @@ def forward(
   scratch = [
     plgpu.RefUnion(*q_memory, y_memory) if in_place else (together, y_memory),
     shared((slots, ROWS, head_dim), keys.plain.dtype),
-    unused if folding else plgpu.SMEM((2 * _BATCH * ROWS,), f32),
+    unused if folding else plgpu.SMEM((2 * _BATCH * ROWS,), jnp.bfloat16 if in_pairs else f32),
     shared((slots, ROWS, value_dim), v.dtype),
     shared((computing, ROWS, value_dim), jnp.bfloat16) if save_low else unused,
     plgpu.SMEM((computing, ROWS), f32),

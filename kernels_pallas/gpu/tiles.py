@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, BFloat16, Bool, Float, Int, Num
 
 from kernels_pallas.weights import LEAST, MOST
 
@@ -166,6 +166,14 @@ def down(x: Num[Array, "rows"], shape: tuple[int, ...]) -> Num[Array, "rows colu
 def by_eights(x: Float[Array, "rows columns"]) -> Float[Array, "rows 8"]:
   """The sum over every eighth column, which needs no other thread."""
   return functools.reduce(jnp.add, (x[:, n : n + 8] for n in range(0, x.shape[1], 8)))
+
+
+def by_eights_in_pairs(x: BFloat16[Array, "rows columns"]) -> BFloat16[Array, "rows 8"]:
+  """The same of bfloat16s, two of which are added by one instruction; each number is rounded a few times only."""
+  parts = [x[:, n : n + 8] for n in range(0, x.shape[1], 8)]
+  while len(parts) > 1:
+    parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+  return parts[0]
 
 
 def square(ref: Any) -> Float[Array, "rows"]:
