@@ -86,7 +86,7 @@ def milliseconds(compiled, *arrays, groups: int) -> float:
 
 
 def check(power: int, form: str, dim: int, rotated: bool, implementation: str | None) -> tuple[float, float]:
-  """The largest relative errors, of y and the gradients of vectors, and of those of gates and betas.
+  """The largest relative errors, of y, alone and with gradients, and those of vectors, and of those of gates and betas.
 
   Against XLA's attention form in float32. Gates' and betas' gradients are sums over time of terms that cancel.
   """
@@ -98,12 +98,13 @@ def check(power: int, form: str, dim: int, rotated: bool, implementation: str | 
   def errors(length: int) -> tuple[float, float]:
     # As many heads as are timed, some of which forget.
     arrays = inputs(1, length, 12, dim, [3.0, 9.0], 1.0)
-    found = jax.jit(with_backward(power_attention(power, form, rotated, implementation, several)))(*arrays)
+    ours = power_attention(power, form, rotated, implementation, several)
+    alone, found = jax.jit(ours)(*arrays[:-1]), jax.jit(with_backward(ours))(*arrays)
     with jax.default_matmul_precision("highest"):
       exact = power_attention(power, "attention", rotated, "xla")
       expected = jax.jit(with_backward(exact))(*(x.astype(jnp.float32) for x in arrays))
     y, (dq, dk, dv, *rest) = jax.tree.map(error, found, expected)
-    return max(y, dq, dk, dv), max(rest)
+    return max(error(alone, expected[0]), y, dq, dk, dv), max(rest)
 
   # Short, as the attention form has a way of its own for, and long enough for forgetting to count in heads of 64.
   both = [errors(length) for length in ((1000, 4600) if form == "attention" else (4600,))]
