@@ -243,6 +243,7 @@ def forward(
         return normaliser * decay
 
       def far_tile(m, normaliser, sums):
+        added: Any = None
         for block in range(IN_TILE):
           j = place.start + (m - first) * IN_TILE + block
           wait_for_keys(j)
@@ -260,7 +261,7 @@ def forward(
           else:
             weights = (weights if folding else weights * across(fold, s.shape)).astype(v.dtype)
           some = by_eights_in_pairs(weights)
-          added, weights = lax.optimization_barrier((some if block == 0 else added + some, weights))
+          added, weights = lax.optimization_barrier((some if added is None else added + some, weights))
           wait_for_values(j)
           gather(sums, weights, j)
           if value_dim < ROWS:  # or ptxas would overlap more than it has registers for
