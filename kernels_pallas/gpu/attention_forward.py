@@ -5,7 +5,7 @@
 Time is cut into tiles. Keys of earlier tiles come discounted to their tile's end (b folded into the key, whose p-th
 power carries it), so a block of their weights is one matrix product and p/2 multiplications an element; the sums so far
 are multiplied by one number, the tile's decay, when the next one begins. Only inside the query's own tile are gates
-exponentials of pairs. Where sequences are too short for a copy of discounted keys to pay, scores are multiplied by
+exponentials of pairs. Where sequences are too short for a copy of discounted keys to pay, weights are multiplied by
 their keys' discounts instead, and queries can come as they were given, to be scaled and rotated here. The loader makes
 these discounts, until the place's first query: then sums need no decay but that of the first of two tiles.
 
@@ -103,7 +103,8 @@ def forward(
   """Attention over whole blocks of queries, and what is carried; y in `dtype`.
 
   With `angles` queries come as they were given, to be rotated by these. `alike`: no head is known to be read less far
-  back than others.
+  back than others. `save_low`: what rounding left of y, for gradients, in which the rest of sums that cancel counts:
+  without it, and where y has 16 bits, weights are multiplied and added as bfloat16s.
   """
   batch, time, query_heads, head_dim = q.shape
   heads, value_dim = v.shape[2:]
@@ -116,10 +117,10 @@ def forward(
   wide = value_dim > 64  # there is no room for what wide heads carry
   f32 = jnp.float32
   folding, given = keys.folded is not None, keys.top is not None or angles is not None
-  in_pairs = not (folding or save_low)
   unread: Any = None
   keys = keys._replace(fold=unread, totals=unread) if folding else keys
   narrow, of_rows = jnp.dtype(dtype).itemsize == 2, batch * query_heads
+  in_pairs = narrow and not save_low
   turns = Turns(of_rows, tiles, blocks=of_rows * tiles)
   if not folding and carried is None and narrow:  # there is room for two places' queries, and outputs
     turns = Turns.of_few_blocks(of_rows, tiles, multiprocessors(), alike)
@@ -257,16 +258,21 @@ def forward(
           # under way, and then it runs one product after another.
           weights = lax.optimization_barrier(even_power(s, power))
           if in_pairs:
-            weights = weights.astype(v.dtype) * across(fold, s.shape)
+            weights = weights.astype(v.dtype)
+          if not folding:
+            weights = weights * across(fold, s.shape)
+          if in_pairs:
+            some = by_eights_in_pairs(weights)
+            added, weights = lax.optimization_barrier((some if added is None else added + some, weights))
           else:
-            weights = (weights if folding else weights * across(fold, s.shape)).astype(v.dtype)
-          some = by_eights_in_pairs(weights)
-          added, weights = lax.optimization_barrier((some if added is None else added + some, weights))
+            some = normaliser + by_eights(weights)
+            normaliser, weights = lax.optimization_barrier((some, weights.astype(v.dtype)))
           wait_for_values(j)
           gather(sums, weights, j)
           if value_dim < ROWS:  # or ptxas would overlap more than it has registers for
             plgpu.wgmma_wait(0)
-        normaliser = normaliser + added.astype(f32)
+        if in_pairs:
+          normaliser = normaliser + added.astype(f32)
         plgpu.wgmma_wait(0)
         free(v_freed, j)
         return normaliser
@@ -511,7 +517,7 @@ def forward(
   scratch = [
     plgpu.RefUnion(*q_memory, y_memory) if in_place else (together, y_memory),
     shared((slots, ROWS, head_dim), keys.plain.dtype),
-    unused if folding else plgpu.SMEM((2 * _BATCH * ROWS,), jnp.bfloat16 if in_pairs else f32),
+    unused if folding else plgpu.SMEM((2 * _BATCH * ROWS,), v.dtype if in_pairs else f32),
     shared((slots, ROWS, value_dim), v.dtype),
     shared((computing, ROWS, value_dim), jnp.bfloat16) if save_low else unused,
     plgpu.SMEM((computing, ROWS), f32),
