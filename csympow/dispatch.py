@@ -1,9 +1,10 @@
 """A call for whatever kind of chip it is compiled for.
 
-It may be by other kernels, and in another form, on each. Where the arrays are at hand, or a mesh or
-`jax.default_device` names the chip, there is one way. A program that is only traced may be compiled for any chip,
+It may be by other kernels, and in another form, on each. A call that runs at once is for the chip that its arrays are
+bound to; else a mesh or `jax.default_device` may name one. A program that is only traced may be compiled for any chip,
 whichever this machine has, so it takes all ways along, and `lax.platform_dependent` leaves the choice to its lowering.
-XLA removes the residuals of branches that are not taken: a backward pass needs no more memory for the choice.
+XLA removes the residuals of branches that are not taken, so a gradient needs no more memory for the choice, unless its
+two passes are programs of their own, as in `jax.vjp` of a jitted function: then the others' are kept, as zeros.
 """
 
 import functools
@@ -39,7 +40,7 @@ def run(way_on: WayOn, asked: Implementation | None, *arrays: Any) -> Any:
   `way_on` raises NotImplementedError, which says why, if what was asked for cannot be had. If only some chips have it,
   compiling for another one raises that.
   """
-  chip = cost.named() or _chip_of(arrays)
+  chip = _chip_for(arrays)
   if chip is not None:
     return way_on(chip, asked).run(*arrays)
   ways = {chip: _way_or_refusal(way_on, chip, asked) for chip in CHIPS}
@@ -60,14 +61,23 @@ def _refuse(why: str, instead: Way, first: Array, *arrays: Any) -> Any:
   return instead.run(first + refusal.bind(why=why).astype(first.dtype), *arrays)
 
 
-def _chip_of(arrays: Any) -> str | None:
-  """The one that a call with arrays runs on at once, or None for one that is being traced."""
+def _chip_for(arrays: Any) -> str | None:
+  """The one that a call runs on, or is traced for if that is named; or None."""
+  at_hand = _at_hand(arrays)
+  for x in at_hand or ():
+    if isinstance(x, jax.Array) and x.committed:
+      return cost.kind(next(iter(x.devices())))
+  return cost.named() or (None if at_hand is None else cost.platform())
+
+
+def _at_hand(arrays: Any) -> list[Any] | None:
+  """The arrays of a call that runs at once; None of one that is being traced, even if it is of arrays closed over."""
+  if isinstance(lax.iota(jnp.int32, 1), jax.core.Tracer):
+    return None
   try:
-    found = [concrete_or_error(None, x) for x in jax.tree.leaves(arrays)]
+    return [concrete_or_error(None, x) for x in jax.tree.leaves(arrays)]
   except jax.errors.ConcretizationTypeError:
     return None
-  placed = [x for x in found if isinstance(x, jax.Array) and x.committed]
-  return cost.kind(next(iter(placed[0].devices()))) if placed else cost.platform()
 
 
 def _raise(*_: Any, why: str) -> Any:

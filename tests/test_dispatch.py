@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 import csympow
+from csympow import cost
 from tests import comparing
 from tests.comparing import Case, inputs, quick_jit
 
@@ -72,38 +72,59 @@ def test_what_no_chip_has_is_refused_while_it_is_traced():
     jax.jit(functools.partial(loss, implementation="pallas")).trace(*inputs(Case(d=64, dv=64, entry="attention")))
 
 
-def test_arrays_say_where_a_call_runs(monkeypatch):
+def test_arrays_say_where_a_call_runs_whatever_is_named(monkeypatch):
   x, rest = jax.device_put(inputs(LONG), jax.devices("cpu")[0])
   expected = attend(x, rest, implementation="xla")
   monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  monkeypatch.setattr(cost, "named", lambda: "gpu")
   comparing.assert_close(attend(x, rest), expected, 5e-3, "y")
   jax.grad(loss)(x, rest)  # through no kernel either
 
 
+def test_a_traced_call_of_arrays_that_it_closes_over_is_traced_all_the_same():
+  x, rest = inputs(CASE)
+  traced = jax.jit(lambda scale: scale * loss(x, rest, implementation="pallas")).trace(1.0)
+  assert kernels_in(lowered(traced, "tpu")) == list(KERNELS["tpu"])
+
+
 def test_gradients_need_no_more_memory_for_the_choice():
-  x, rest = inputs(LONG)
+  x, rest = inputs(dataclasses.replace(LONG, H=1, T=2048))
 
-  def kept():
-    _, transpose = jax.vjp(lambda x: loss(x, rest), x)
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(transpose))
+  def needed():
+    return comparing.temporaries(jax.grad(functools.partial(loss, form="chunked", chunk_size=512)), x, rest)
 
-  def compiled():
-    return comparing.temporaries(jax.grad(loss), x, rest)
-
-  at_choice = kept(), compiled()
+  at_choice = needed()
   with jax.default_device(jax.devices("cpu")[0]):
-    assert at_choice == (kept(), compiled())
+    assert at_choice == needed()
 
 
-def test_a_second_derivative_is_for_xla_alone():
-  x, rest = inputs(LONG)
+@pytest.mark.parametrize("by", ["the arguments", "the state", "the cotangents"])
+def test_a_second_derivative_is_for_xla_alone(by):
+  case = dataclasses.replace(CASE, entry="continued" if by == "the state" else "attention")
+  x, rest = inputs(case)
+  weights = comparing.cotangents(case)
 
-  def again(x, **options):
-    return jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, jax.grad(functools.partial(loss, **options))(x, rest), x))
+  def gradients(x, weights, implementation):
+    def total(x):
+      y = comparing.call(x, rest, entry=case.entry, form="chunked", chunk_size=512, implementation=implementation)
+      return jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, y, weights)).astype(jnp.float32)
 
-  jax.eval_shape(jax.grad(functools.partial(again, implementation="xla")), x)
+    return jax.tree.reduce(jnp.add, jax.tree.map(lambda a: jnp.vdot(a, a), jax.grad(total)(x))).astype(jnp.float32)
+
+  def again(implementation):
+    def of_state(S):
+      return gradients(x | {"S": S}, weights, implementation)
+
+    function, argument = {
+      "the arguments": (lambda x: gradients(x, weights, implementation), x),
+      "the state": (of_state, x.get("S")),
+      "the cotangents": (lambda weights: gradients(x, weights, implementation), weights),
+    }[by]
+    jax.eval_shape(jax.grad(function), argument)
+
+  again("xla")
   with pytest.raises(NotImplementedError, match="the kernels have no second derivative; implementation='xla' has"):
-    jax.eval_shape(jax.grad(again), x)
+    again("pallas")
 
 
 def test_a_step_has_a_kernel_where_there_is_one():

@@ -69,7 +69,7 @@ def _attend(
 def _forward(
   tokens: near.Tokens, initial: State | None, settings: Settings, dtype: DTypeLike, return_final: bool
 ) -> tuple[tuple[Float[Array, "B T H g dv"], State | None], _Saved]:
-  tokens = differentiated_once(tokens)
+  tokens, initial = differentiated_once((tokens, initial))
   G = near_tpu.running(tokens.log_gate, settings)
   chunks, *exponents = near_tpu.chunks(tokens, G, settings.chunk)
   divided_by = _Scales(*exponents)
@@ -91,7 +91,8 @@ def _backward(
   cotangents: tuple[Float[Array, "B T H g dv"], State | None],
 ) -> tuple[near.Tokens, State | None]:
   del return_final
-  (dy, dfinal), x, scale = cotangents, saved.chunks, near.state_scale(saved.scales.top)
+  (dy, dfinal), x = differentiated_once(cotangents), saved.chunks
+  scale = near.state_scale(saved.scales.top)
   rows = _rows(saved, dy)
   weight = _weights(x.k.shape[2])
   if dfinal is not None:

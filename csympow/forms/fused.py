@@ -74,7 +74,7 @@ def _forward(
   return_memory: bool,
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved]:
-  tokens = differentiated_once(tokens)
+  tokens, memory = differentiated_once((tokens, memory))
   q, k, v, _, rotation = tokens
   kernels, value_dim = _KERNELS[settings.chip], v.shape[-1]
   stateful, denominator = memory is not None or return_memory, None
@@ -149,7 +149,8 @@ def _backward(
   cotangents: tuple[Any, Memory | None],
 ) -> tuple[near.Tokens, Memory | None]:
   del return_memory
-  (dy, dfinal), x, power = _instantiated(cotangents, saved, dtype), saved.operands, settings.power
+  dy, dfinal = differentiated_once(_instantiated(cotangents, saved, dtype))
+  x, power = saved.operands, settings.power
   kernels, rotation = _KERNELS[settings.chip], saved.rotation
   how: dict[str, Any] = {}
   asked = saved.turns_asked_for is None or saved.turns_asked_for.size > 0

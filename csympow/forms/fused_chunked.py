@@ -112,7 +112,7 @@ def _forward(
   head_dim: int,
   save: bool = True,
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Full | None], _Saved]:
-  tokens = differentiated_once(tokens)
+  tokens, initial = differentiated_once((tokens, initial))
   power, interpret = settings.power, settings.interpret
   q, rotation = tokens.q, tokens.rotation
   G, largest = near.survey(tokens, settings)
@@ -182,7 +182,7 @@ def _backward(
   cotangents: tuple[Float[Array, "B T H g dv"], Full | None],
 ) -> tuple[near.Tokens, Full | None]:
   del return_final, head_dim
-  (dy, dfinal), x, interpret = cotangents, saved.operands, settings.interpret
+  (dy, dfinal), x, interpret = differentiated_once(cotangents), saved.operands, settings.interpret
   discounts = _discounts(near.Exponents(x.q_exponent, x.exponent, x.top), saved.G, settings.chunk)
   given = near.cotangents(saved.y, dy)
   # Of what was read of the state: the numerator is divided by the normaliser, and discounted.

@@ -202,7 +202,7 @@ def operands_and_copies(
   """Operands of attention in chunks, and further copies of scaled and rotated queries and keys, for a state.
 
   Heads that forget soon may have their queries read `beyond_chunks`, and no state; those of which that is known from
-  the start have no further copies. Without `folding` the kernels multiply scores by discounts.
+  the start have no further copies. Without `folding` the kernels multiply weights by discounts.
   """
   power = settings.power
   batch, time, _, head_dim = x.k.shape

@@ -7,7 +7,7 @@ import jax
 
 @jax.custom_jvp
 def differentiated_once(x: Any) -> Any:
-  """The same arrays, which a rule's forward pass is of, so that differentiating that again is refused in words."""
+  """The same arrays, which a rule's passes are of, so that differentiating these again is refused in words."""
   return x
 
 

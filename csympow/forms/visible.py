@@ -80,7 +80,8 @@ def visible(x: Tiles, settings: Settings) -> Visible:
 def candidates(before: Total, end: Total, widths: tuple[int, int], settings: Settings) -> Int[Array, "B H"] | None:
   """Heads that may have a state: 1, or 0 if what a state is for has faded everywhere; None if all have one.
 
-  Such a head reads no more than some ten times what a state costs, whatever its keys: after so much nothing is visible.
+  Such a head has none even if its queries read more than what a state costs, some ten times that at most, whatever its
+  keys: after so much nothing is visible. To know would take the copies that are spared.
   """
   tiles, worth = before.hi.shape[2], tiles_of_a_state(*widths)
   if not settings.gated or settings.chunk == tiles * TILE or tiles * TILE < LONG or tiles <= worth:

@@ -120,7 +120,7 @@ def forward(
   unread: Any = None
   keys = keys._replace(fold=unread, totals=unread) if folding else keys
   narrow, of_rows = jnp.dtype(dtype).itemsize == 2, batch * query_heads
-  in_pairs = narrow and not save_low
+  in_pairs = narrow and not save_low  # beside a state y has 32 bits
   turns = Turns(of_rows, tiles, blocks=of_rows * tiles)
   if not folding and carried is None and narrow:  # there is room for two places' queries, and outputs
     turns = Turns.of_few_blocks(of_rows, tiles, multiprocessors(), alike)
