@@ -330,6 +330,21 @@ def test_kernels_are_right_in_the_interpreter_and_race_free(case, monkeypatch):
   [
     Case(T=400, B=1, H=1, d=32, dv=32, gate="weak", rotation="none", dtype="bfloat16", entry="attention"),
     slow(Case(T=400, B=1, H=1, groups=2, d=64, dv=64, gate="weak", power=4, dtype="bfloat16", entry="attention")),
+    slow(
+      Case(
+        T=600,
+        B=1,
+        H=2,
+        d=64,
+        dv=32,
+        gate="resets",
+        rotation="none",
+        segments="packed",
+        dtype="bfloat16",
+        entry="attention",
+      )
+    ),
+    slow(Case(T=400, B=1, H=1, d=128, dv=128, gate="resets", power=6, dtype="float16", entry="attention")),
   ],
   ids=str,
 )
