@@ -104,7 +104,7 @@ def forward(
 
   With `angles` queries come as they were given, to be rotated by these. `alike`: no head is known to be read less far
   back than others. `save_low`: what rounding left of y, for gradients, in which the rest of sums that cancel counts:
-  without it, and where y has 16 bits, weights are multiplied and added as bfloat16s.
+  without it, and where y has 16 bits and keys are no discounted copies, weights are multiplied and added as bfloat16s.
   """
   batch, time, query_heads, head_dim = q.shape
   heads, value_dim = v.shape[2:]
@@ -120,7 +120,7 @@ def forward(
   unread: Any = None
   keys = keys._replace(fold=unread, totals=unread) if folding else keys
   narrow, of_rows = jnp.dtype(dtype).itemsize == 2, batch * query_heads
-  in_pairs = narrow and not save_low  # beside a state y has 32 bits
+  in_pairs = narrow and not (folding or save_low)  # beside a state y has 32 bits
   turns = Turns(of_rows, tiles, blocks=of_rows * tiles)
   if not folding and carried is None and narrow:  # there is room for two places' queries, and outputs
     turns = Turns.of_few_blocks(of_rows, tiles, multiprocessors(), alike)
@@ -257,10 +257,8 @@ def forward(
           # The barriers: ptxas is short of registers if sums, or scores for their squares, wait for products to be
           # under way, and then it runs one product after another.
           weights = lax.optimization_barrier(even_power(s, power))
-          if in_pairs:
-            weights = weights.astype(v.dtype)
           if not folding:
-            weights = weights * across(fold, s.shape)
+            weights = (weights.astype(v.dtype) if in_pairs else weights) * across(fold, s.shape)
           if in_pairs:
             some = by_eights_in_pairs(weights)
             added, weights = lax.optimization_barrier((some if added is None else added + some, weights))
