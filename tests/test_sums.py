@@ -77,7 +77,8 @@ def test_what_comes_later_does_not_change_the_totals_of_tiles_before(interpret, 
 
 @pytest.mark.parametrize("interpret", WHERE)
 @pytest.mark.parametrize(
-  ("count", "d", "reverse", "begins"), [(1, 64, False, False), (11, 64, True, True), (2, 128, False, False)]
+  ("count", "d", "reverse", "begins"),
+  [(1, 64, False, False), (11, 64, True, True), pytest.param(2, 128, False, False, marks=pytest.mark.slow)],
 )
 def test_chunks_find_the_state_of_those_before_them(interpret, count, d, reverse, begins):
   rng = np.random.default_rng(count)

@@ -121,7 +121,7 @@ def specs(x, rest, batch="data", heads="model"):
   return {n: (timed | state)[n] for n in x}, {"rates": P(), "segment_ids": P(batch)}
 
 
-@pytest.mark.parametrize("form", by_default("attention", "chunked"))
+@pytest.mark.parametrize("form", by_default("chunked"))
 def test_shard_map_over_batch_and_heads_changes_nothing(form):
   assert jax.device_count() == 8
   x, rest = inputs(CASE)

@@ -67,7 +67,7 @@ ANYWHERE = [INTERPRETED, pytest.param(None, marks=pytest.mark.gpu)]
     (1, 2, 5, 32, 4, 3.0, 0.3),
     (2, 1, 6, 64, 2, 2.0, 0.1),
     (1, 1, 5, 128, 6, 20.0, 0.3),
-    (1, 1, ROWS + 12, 32, 2, 1.5, 0.1),
+    pytest.param(1, 1, ROWS + 12, 32, 2, 1.5, 0.1, marks=pytest.mark.slow),
   ],
 )
 def test_a_tile_reaches_as_far_as_the_bounds_say(
