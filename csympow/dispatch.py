@@ -72,7 +72,7 @@ def _chip_for(arrays: Any) -> str | None:
 
 def _at_hand(arrays: Any) -> list[Any] | None:
   """The arrays of a call that runs at once; None of one that is being traced, even if it is of arrays closed over."""
-  if isinstance(lax.iota(jnp.int32, 1), jax.core.Tracer):
+  if isinstance(lax.iota(jnp.int32, 1), jax.core.Tracer):  # even what depends on no argument is traced here
     return None
   try:
     return [concrete_or_error(None, x) for x in jax.tree.leaves(arrays)]

@@ -260,11 +260,10 @@ def forward(
           if not folding:
             weights = (weights.astype(v.dtype) if in_pairs else weights) * across(fold, s.shape)
           if in_pairs:
-            some = by_eights_in_pairs(weights)
-            added, weights = lax.optimization_barrier((some if added is None else added + some, weights))
+            of_block = by_eights_in_pairs(weights)
+            added, weights = lax.optimization_barrier((of_block if added is None else added + of_block, weights))
           else:
-            some = normaliser + by_eights(weights)
-            normaliser, weights = lax.optimization_barrier((some, weights.astype(v.dtype)))
+            normaliser, weights = lax.optimization_barrier((normaliser + by_eights(weights), weights.astype(v.dtype)))
           wait_for_values(j)
           gather(sums, weights, j)
           if value_dim < ROWS:  # or ptxas would overlap more than it has registers for
