@@ -93,6 +93,7 @@ def _forward(
     return (high.reshape(shape), None), _Saved(None, x, rotation, None, None, found._replace(high=high))
 
   states = _STATES[settings.states]
+  assert G is not None
   q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
   sequence = Sequence(*rotating.rotated(q, k, rotation), v, G)
   inputs, decay = _span(sequence)

@@ -9,7 +9,7 @@ heads if gradients are wanted.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,9 +19,9 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 from csympow.forms import scales
 from csympow.forms.rotating import Rotation, angles, padded, torque, turning, unrotated
 from csympow.forms.spans import Settings, by_head, for_each
-from csympow.forms.visible import Tiles, Visible, all_alike, candidates, in_whole_rows, visible, without_states
-from csympow.prefix import Total, TotalsKernel, prefix_sum
-from kernels_pallas.gpu import arrays, attention_backward, attention_forward, gradients, running
+from csympow.forms.visible import Tiles, Visible, all_alike, candidates, visible, without_states
+from csympow.prefix import Total, TotalsKernel
+from kernels_pallas.gpu import arrays, attention_backward, attention_forward, gates, gradients, running
 from kernels_pallas.gpu.angles import Angles
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.tiles import TILE, attention_widths
@@ -117,76 +117,104 @@ class Exponents(NamedTuple):
 
 
 class _Gates(NamedTuple):
-  """Gates of tiles, as logarithms to base 2 or as discounts, and their totals."""
+  """Of tiles; there may be further ones, of which nothing is known."""
 
-  since_start: Float[Array, "B H T"]
-  until_end: Float[Array, "B H T"]
-  decay: Float[Array, "B H n"]
-  before: Total  # B H n
-  end: Total
+  since_start: Float[Array, "B H T"]  # logarithms to base 2
+  decay: Float[Array, "B H n"]  # discounts
+  totals: Float[Array, "4 B H n"]  # before each tile and at its end, high and low each
 
 
-def _gates(G: Total) -> _Gates:
+def _gates(G: Total) -> tuple[_Gates, Float[Array, "B H T"]]:
+  """And what each token is discounted by until its tile ends, as since it began."""
   batch, time, heads = G.hi.shape
   G, before, end = spans(G, TILE)
   since_start, until_end = ((x * LOG2E).reshape(batch, heads, time) for x in (G - before, end - G))
-  starts, ends = (for_each(lambda half: half[..., 0], total) for total in (before, end))
-  return _Gates(since_start, until_end, jnp.exp(end - before)[..., 0], starts, ends)
+  totals = jnp.stack([half[..., 0] for half in (*before, *end)])
+  return _Gates(since_start, jnp.exp(end - before)[..., 0], totals), until_end
 
 
-def operands(x: Tokens, settings: Settings, *, with_state: bool, save: bool) -> tuple[Operands, Total]:
-  """Operands of attention over whole BLOCKs, beside a state or alone, and for gradients or without; and all gates."""
+def _gates_of_keys(x: Tokens, settings: Settings) -> tuple[_Gates, Float[Array, "B H T"], Float[Array, "B H spans"]]:
+  """Of keys as they were given: gates, what folds them into keys, and the largest coordinates there are, if finite."""
+  power, interpret = settings.power, settings.interpret
+  if x.k.shape[1] <= gates.LONGEST:
+    found = gates.gates(by_head(x.log_gate), x.k, power, interpret=interpret)
+    assert found.largest is not None
+    return _Gates(found.since_start, found.decay, found.totals), found.until_end, found.largest
+  G, largest = survey(x, settings)
+  known, until_end = _gates(G)
+  return known, jnp.exp2(until_end / power), by_head(jnp.where(largest < jnp.inf, largest, 0.0))
+
+
+def _tiles(
+  known: _Gates,
+  vectors: Callable[..., tuple[Array, Array]],
+  v: Array,
+  head_dim: int,
+  may_have_state: Array | None = None,
+) -> Tiles:
+  count = v.shape[1] // TILE
+  before, end = (for_each(lambda half: half[..., :count], total) for total in _ends(known))
+  return Tiles(before, end, known.decay[..., :count], vectors, v, head_dim, may_have_state)
+
+
+def _ends(known: _Gates) -> tuple[Total, Total]:
+  """The totals before tiles and at their ends."""
+  return Total(*known.totals[:2]), Total(*known.totals[2:])
+
+
+def operands(x: Tokens, settings: Settings, *, with_state: bool, save: bool) -> tuple[Operands, Total | None]:
+  """Operands of attention over whole BLOCKs, beside a state or alone, and for gradients or without.
+
+  And all gates, beside a state at least.
+  """
   short, wide = x.k.shape[1] <= SHORT, x.k.shape[-1] > 64
   if x.rotation is None:
     fit = all(a.dtype == jnp.bfloat16 for a in x[:3]) and (short or (wide and save))
   else:
     fit = short and not wide
   if fit and not with_state:
-    return _with_given_queries(x, settings)
+    return _with_given_queries(x, settings), None
   G, largest = survey(x, settings)
   found = exponents(x, largest)
   return operands_and_copies(x, G, found, (), (), settings, folding=wide or not short)[0], G
 
 
-def _with_given_queries(x: Tokens, settings: Settings) -> tuple[Operands, Total]:
+def _with_given_queries(x: Tokens, settings: Settings) -> Operands:
   """Of queries that are not copied, whose exponents the forward pass finds, and keys with one copy if rotated."""
   batch, time, heads, head_dim = x.k.shape
-  room, turned, interpret = _room(x.rotation), angles(x.rotation), settings.interpret
+  room, turned, power, interpret = _room(x.rotation), angles(x.rotation), settings.power, settings.interpret
   if turned is None:
-    G, largest = survey(x, settings)
-    found, plain, exponent = scales.exponent(largest), x.k, jnp.zeros(x.k.shape[:-1], jnp.int32)
-    # As `scales.of_keys` has it but for keys that are all 0, whose queries may be anything below 2 ** 125 then, and so
-    # that nothing is left to do after the reduction.
-    top = jnp.max(jnp.where(found > scales.LARGEST, LEAST, jnp.minimum(found, _MOST_AS_GIVEN)), axis=1)
-    gates, unit = _gates(G), scales.power_of_two(-top)
-    log_scale = jnp.zeros_like(gates.since_start)
+    known, fold, largest = _gates_of_keys(x, settings)
+    # If keys are all 0 queries may be anything below 2 ** 125 then.
+    plain, top = x.k, jnp.max(jnp.minimum(scales.exponent(largest), _MOST_AS_GIVEN), axis=-1)
+    exponent, of_all = jnp.zeros(x.k.shape[:-1], jnp.int32), top
+    log_scale = jnp.zeros_like(known.since_start)
   else:
-    G = prefix_sum(x.log_gate, kernel=totals_kernel(settings))
+    found = gates.gates(by_head(x.log_gate), interpret=interpret)
+    known = _Gates(found.since_start, found.decay, found.totals)
     plain, largest = copies(x.k, [Copy(jnp.float16)], room=room, angles=turned, interpret=interpret)
     exponent, top = scales.of_keys(jnp.swapaxes(largest, 1, 2), room)
-    gates, unit = _gates(G), jnp.ones((1, 1, 1))
-    log_scale = scales.log_scale(exponent, top, settings.power)
-  fold = jnp.exp2((gates.until_end + log_scale) / settings.power)
+    of_all, log_scale = None, scales.log_scale(exponent, top, power)
+    fold = jnp.exp2((found.until_end + log_scale) / power)
   q, v = x.q.reshape(batch, time, -1, head_dim), x.v.astype(jnp.bfloat16)
 
   def vectors(fades: Int[Array, "B H"]) -> tuple[Float16[Array, "B T Hq d"], Float16[Array, "B T H d"]]:
     of_queries = jnp.repeat(fades, q.shape[2] // heads, axis=1)
     scaled, _ = copies(q, [Copy(jnp.float16)], room=room, angles=turned, only=of_queries, interpret=interpret)
-    (folded,) = copies(plain, [Copy(jnp.float16, fold * unit)], only=fades, interpret=interpret)
+    (folded,) = copies(plain, [Copy(jnp.float16, fold)], exponent=of_all, only=fades, interpret=interpret)
     return scaled, folded
 
-  seen = visible(Tiles(gates.before, gates.end, gates.decay, vectors, v, head_dim), settings)
-  keys = _keys(None, plain, fold, gates, log_scale, seen)._replace(top=top if turned is None else None)
+  seen = visible(_tiles(known, vectors, v, head_dim), settings)
+  keys = _keys(None, plain, fold, known, log_scale, seen)._replace(top=top if turned is None else None)
   unknown = jnp.zeros(x.q.shape[:-1], jnp.int32)
-  return Operands(q, keys, seen.last, v, unknown, exponent, top, angles=turned), G
+  return Operands(q, keys, seen.last, v, unknown, exponent, top, angles=turned)
 
 
 def _keys(
-  folded: Array | None, plain: Array, fold: Array, gates: _Gates, log_scale: Array, seen: Visible
+  folded: Array | None, plain: Array, fold: Array, known: _Gates, log_scale: Array, seen: Visible
 ) -> arrays.Keys:
-  pull = gates.since_start - log_scale
-  totals = in_whole_rows(gates.before, gates.end)
-  return arrays.Keys(folded, plain, fold, gates.since_start, pull, gates.decay, seen.first, totals)
+  pull = known.since_start - log_scale
+  return arrays.Keys(folded, plain, fold, known.since_start, pull, known.decay, seen.first, known.totals)
 
 
 def operands_and_copies(
@@ -206,12 +234,12 @@ def operands_and_copies(
   """
   power = settings.power
   batch, time, _, head_dim = x.k.shape
-  gates, log_scale = _gates(G), scales.log_scale(exponents.k, exponents.top, power)
-  fold = jnp.exp2((gates.until_end + log_scale) / power)
+  (known, until_end), log_scale = _gates(G), scales.log_scale(exponents.k, exponents.top, power)
+  fold = jnp.exp2((until_end + log_scale) / power)
 
   turned = angles(x.rotation)
   widths = head_dim, x.v.shape[-1]
-  may_have_state = candidates(gates.before, gates.end, widths, settings) if beyond_chunks else None
+  may_have_state = candidates(*_ends(known), widths, settings) if beyond_chunks else None
   by_query_head = None if may_have_state is None else jnp.repeat(may_have_state, x.q.shape[3], axis=1)
   of_q, of_k = ([copy._replace(of_some=True) for copy in further] for further in (of_q, of_k))
   of_folded = [Copy(jnp.float16, fold)]
@@ -236,10 +264,10 @@ def operands_and_copies(
     return q, found
 
   v = x.v.astype(jnp.bfloat16)
-  seen = visible(Tiles(gates.before, gates.end, gates.decay, vectors, v, head_dim, may_have_state), settings)
+  seen = visible(_tiles(known, vectors, v, head_dim, may_have_state), settings)
   found = Operands(
     q=q,
-    keys=_keys(folded, plain, fold, gates, log_scale, seen),
+    keys=_keys(folded, plain, fold, known, log_scale, seen),
     last=seen.last,
     v=v,
     q_exponent=q_exponent,

@@ -33,6 +33,7 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from kernels_pallas.gpu.angles import Angles, along, memory, of_tiles, parts_of, radians, rotated
 from kernels_pallas.gpu.arrays import Carried, Keys, Outputs
+from kernels_pallas.gpu.products import product
 from kernels_pallas.gpu.tiles import (
   IN_TILE,
   LOADING_REGISTERS,
@@ -121,6 +122,7 @@ def forward(
   keys = keys._replace(fold=unread, totals=unread) if folding else keys
   narrow, of_rows = jnp.dtype(dtype).itemsize == 2, batch * query_heads
   in_pairs = narrow and not (folding or save_low)  # beside a state y has 32 bits
+  squared = in_pairs and power % 4 == 0  # once rounded
   turns = Turns(of_rows, tiles, blocks=of_rows * tiles)
   if not folding and carried is None and narrow:  # there is room for two places' queries, and outputs
     turns = Turns.of_few_blocks(of_rows, tiles, multiprocessors(), alike)
@@ -141,9 +143,13 @@ def forward(
     def look_up(turn):
       """Where a place is, and what it needs of memory before it begins."""
       row, n = turns.place(item, turn)
-      b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
+      if turns.several:
+        head, b = (f(row, jnp.int32(batch)) for f in (lax.div, lax.rem))
+      else:
+        b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
       kv, tile = lax.div(head, jnp.int32(group)), n * pairs
-      return b, head, kv, tile, keys_ref.first[b, kv, tile], None if keys.top is None else keys_ref.top[b, kv]
+      first = jnp.minimum(keys_ref.first[b, kv, tile], keys_ref.first[b, kv, tile ^ 1])
+      return b, head, kv, tile, first, None if keys.top is None else keys_ref.top[b, kv]
 
     def for_each_place(visit):
       """Visits this block's places by turns; returns how many there were, and how many blocks of keys they had."""
@@ -218,11 +224,7 @@ def forward(
         lax.fori_loop(start, stop, see, None)
 
       def scores(j):
-        def product(s):
-          plgpu.wgmma(s, queries, k_smem.at[slot_of(j)].transpose((1, 0)))
-          return s[...]
-
-        return pl.run_scoped(product, plgpu.ACC((ROWS, ROWS), f32))
+        return product(queries, k_smem.at[slot_of(j)], interpret)
 
       def gather(sums, weights, j):
         values = v_smem.at[slot_of(j)]
@@ -230,14 +232,14 @@ def forward(
           plgpu.wgmma(sums, weights, values)
           return
 
-        def product(added):
+        def weighted(added):
           plgpu.wgmma(added, staging[0].at[thread], values)
           return added[...]
 
         # The interpreter's wgmma takes no operand from registers, and its accumulators cannot be multiplied.
         staging[0][thread] = weights
         plgpu.commit_smem()
-        sums[...] = sums[...] + pl.run_scoped(product, accumulator)
+        sums[...] = sums[...] + pl.run_scoped(weighted, accumulator)
 
       def decayed(decay, normaliser, sums):
         sums[...] = sums[...] * decay
@@ -256,9 +258,13 @@ def forward(
             free(v_freed, j - 1)
           # The barriers: ptxas is short of registers if sums, or scores for their squares, wait for products to be
           # under way, and then it runs one product after another.
-          weights = lax.optimization_barrier(even_power(s, power))
+          weights = lax.optimization_barrier(even_power(s, power // 2 if squared else power))
+          if in_pairs:
+            weights = weights.astype(v.dtype)
+          if squared:
+            weights = weights * weights
           if not folding:
-            weights = (weights.astype(v.dtype) if in_pairs else weights) * across(fold, s.shape)
+            weights = weights * across(fold, s.shape)
           if in_pairs:
             of_block = by_eights_in_pairs(weights)
             added, weights = lax.optimization_barrier((of_block if added is None else added + of_block, weights))

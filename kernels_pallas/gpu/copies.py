@@ -51,6 +51,7 @@ class _Given(NamedTuple):
 
   factors: tuple[Any, ...]  # of the copies
   scale: Any
+  exponent: Any
   angles: Any
   only: Any
   some: Any
@@ -62,6 +63,7 @@ def copies(
   wanted: Sequence[Copy],
   *,
   scale: Float[Array, "B H T"] | None = None,
+  exponent: Int[Array, "B H"] | None = None,
   room: int | None = None,
   angles: Angles | None = None,
   only: Int[Array, "B H"] | None = None,
@@ -72,7 +74,8 @@ def copies(
   """Copies of a 16-bit x, B T H d or, time last, B H d T. Several of its heads may share those of the angles.
 
   With `room` each vector is divided by a power of two, at most 2 ** MOST, so that its largest coordinate is below
-  2 ** -room (`tiles.power_of_two`); these coordinates, B H T, without their signs, come after the copies. Heads that
+  2 ** -room (`tiles.power_of_two`); these coordinates, B H T, without their signs, come after the copies. By
+  2 ** `exponent` all vectors of a head are divided. Heads that
   are not 1 in `only` get anything, and so do those that are not 1 in `some` of copies that are `of_some`. Nothing is
   made before there is `after`, so that it takes no memory until then.
   """
@@ -83,7 +86,7 @@ def copies(
   # Blocks that find nothing to do take their time, too.
   several = math.gcd(tiles, 16) if only is not None else tiles_of_a_block(batch * heads, tiles, head_dim)
   slots = min(several, 2)
-  exact_already = scale is None and room is None and angles is None
+  exact_already = scale is None and exponent is None and room is None and angles is None
   assert scale is None or room is None
 
   def largest(x_smem):
@@ -130,6 +133,7 @@ def copies(
     factors = [given.factors[m] for m in asked]
     factors = [None if ref is None else tile.by_token(ref.at[b, head]) for ref in factors]
     scales = None if scale is None else tile.by_token(given.scale.at[b, head])
+    unit = None if exponent is None else jnp.exp2(-given.exponent[b, head].astype(f32))
     if angles is not None:
       angles_here = of_head(given.angles, b, tile.source)
       turns = along(angles_here, tile.number, parts)
@@ -144,6 +148,8 @@ def copies(
       exact = plgpu.load(x_smem.at[part], layout=WGMMA, optimized=False).astype(f32)
       if scales is not None:
         exact = exact * down(scales, shape)
+      if unit is not None:
+        exact = exact * unit
       if angles is not None:
         exact = rotated(exact, radians(angles_here, turns, tile.number, part), interpret)
       if not exact_already:
@@ -161,7 +167,7 @@ def copies(
         to = out.at[b, head, columns(part), at] if copy.time_last else tile.part(out, part)
         plgpu.copy_smem_to_gmem(smem.at[part], to)
 
-  arguments = _Given(tuple(copy.factor for copy in wanted), scale, angles, only, some, after)
+  arguments = _Given(tuple(copy.factor for copy in wanted), scale, exponent, angles, only, some, after)
   leaves, structure = jax.tree.flatten(arguments)
   results = [
     jax.ShapeDtypeStruct((batch, heads, head_dim, time) if copy.time_last else x.shape, copy.dtype) for copy in wanted

@@ -41,6 +41,7 @@ def reach(
   kinds, batch, heads, whole = bounds.most.shape
   group = bounds.least.shape[2] // heads
   blocks, shape, f32 = whole // ROWS, (ROWS, ROWS), jnp.float32
+  written = tiles if tiles < ROWS and tiles % 4 == 0 else ROWS  # what a copy can be of, or all
 
   def kernel(least_ref, most_ref, totals_ref, fades_ref, ones_ref, first_ref, *scratch):
     ones_smem, weights_smem, first_smem, filled = scratch
@@ -90,12 +91,12 @@ def reach(
     count, _ = lax.fori_loop(0, some, hear, (by_row(0.0), [by_row(0.0)] * kinds))
     first_smem[...] = count.astype(jnp.int32)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(first_smem, first_ref.at[b, kv, rows])
+    plgpu.copy_smem_to_gmem(first_smem.at[pl.ds(0, written)], first_ref.at[b, kv, pl.ds(block * ROWS, written)])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   first = plgpu.kernel(
     kernel,
-    out_type=jax.ShapeDtypeStruct((batch, heads, whole), jnp.int32),
+    out_type=jax.ShapeDtypeStruct((batch, heads, blocks * written), jnp.int32),
     scratch_types=[
       shared(shape, jnp.bfloat16),
       shared(shape, jnp.bfloat16),

@@ -11,6 +11,7 @@ make a float32. To it comes the sum of all tiles before it in its sequence, whos
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, BFloat16, Bool, Float, Int
 
 from kernels_pallas.gpu.tiles import (
   ROWS,
@@ -39,8 +40,8 @@ from kernels_pallas.sums import Pair, add_pairs, two_sum
 _PIECES = 3  # bfloat16s that make a float32
 # Added to a number below 2 and taken away again it leaves a multiple of 2 ** -15; a float32 holds any sum of 128 such.
 _GRID = 384.0
-_REGISTERS = 232, 88  # of a thread that sums up and of one that reads: together no more than a block starts with
-_READERS, _BYTES = 3, 72 * 1024  # of vectors, and what is on its way to them together
+REGISTERS = 232, 88  # of a thread that sums up and of one that reads: together no more than a block starts with
+READERS, _BYTES = 3, 72 * 1024  # of vectors, and what is on its way to them together
 
 
 def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Array, "B H T"], Float[Array, "B H T"]]:
@@ -68,8 +69,7 @@ def _run(x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"] | None, inte
   ends = lax.reduce((tiles, jnp.zeros_like(tiles)), (jnp.float32(0),) * 2, add_pairs, (1,))
   shape, f32 = (ROWS, TILE), jnp.float32
   summing = tiles.shape[0] // ROWS
-  turns = 0 if vectors is None else batch * heads * (time // ROWS)
-  blocks = max(summing, min(multiprocessors(), -(-turns // _READERS)))
+  blocks = blocks_of(summing, vectors)
 
   def kernel(x_ref, high_ref, low_ref, ones_ref, *refs):
     if vectors is None:
@@ -80,41 +80,17 @@ def _run(x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"] | None, inte
 
     @pl.when((thread == 0) & (lax.axis_index("block") < summing))
     def _():
-      plgpu.set_max_registers(_REGISTERS[0], action="increase")
+      plgpu.set_max_registers(REGISTERS[0], action="increase")
       sum_up(x_ref, high_ref, low_ref, ones_ref, out_high_ref, out_low_ref, *scratch)
 
     @pl.when(thread > 0)
     def _():
-      plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-      reader = thread - 1
-      find_largest(vectors_ref, largest_ref, vectors_smem.at[reader], vectors_filled, reader)
+      plgpu.set_max_registers(REGISTERS[1], action="decrease")
 
-  def find_largest(vectors_ref, largest_ref, smem, filled, reader):
-    first, step = reader * blocks + lax.axis_index("block"), _READERS * blocks
+      def keep(b, part, head, largest):
+        largest_ref[b, head, pl.ds(part * ROWS, ROWS)] = largest
 
-    def place(n):
-      """(sequence, tokens, head) of the n-th turn: those of all heads lie side by side."""
-      row, head = (f(first + n * step, jnp.int32(heads)) for f in (lax.div, lax.rem))
-      b, part = (f(row, jnp.int32(time // ROWS)) for f in (lax.div, lax.rem))
-      return b, pl.ds(part * ROWS, ROWS), head
-
-    def fetch(n):
-      slot = place_in_ring(n, slots)
-      plgpu.copy_gmem_to_smem(vectors_ref.at[place(n)], smem.at[slot], filled.at[reader * slots + slot])
-
-    def find(n, none):
-      slot, (b, at, head) = place_in_ring(n, slots), place(n)
-      plgpu.barrier_wait(filled.at[reader * slots + slot])
-      vector = plgpu.load(smem.at[slot], layout=WGMMA, optimized=False).astype(f32)
-      plgpu.commit_smem()  # all have read it
-      pl.when(n + slots < mine)(lambda: fetch(n + slots))
-      largest_ref[b, head, at] = jnp.abs(vector).max(axis=1)
-      return none
-
-    mine = lax.div(turns - first + step - 1, jnp.int32(step))
-    for n in range(slots):
-      pl.when(n < mine)(functools.partial(fetch, jnp.int32(n)))
-    lax.fori_loop(0, mine, find, None)
+      find_largest(vectors_ref, vectors_smem, vectors_filled, thread - 1, blocks, keep)
 
   def sum_up(x_ref, high_ref, low_ref, ones_ref, out_high_ref, out_low_ref, pieces_smem, ones_smem, filled):
     plgpu.copy_gmem_to_smem(ones_ref, ones_smem, filled)
@@ -138,48 +114,23 @@ def _run(x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"] | None, inte
     carried = lax.fori_loop(0, lax.div(behind + ROWS - 1, jnp.int32(ROWS)), earlier, (nothing, nothing))
     other = index((ROWS, ROWS), 1, first)
     before = add_pairs(
-      _row_sums(carried, begins <= first - behind), _row_sums(of_tiles(first), (begins <= other) & (other < place))
+      row_sums(carried, begins <= first - behind), row_sums(of_tiles(first), (begins <= other) & (other < place))
     )
 
-    unit, *parts = _on_grid(given, jnp.abs(given).max(axis=1))
-    for n, part in enumerate(parts):
-      for piece in range(_PIECES):
-        high = rounded(part, jnp.bfloat16)
-        pieces_smem[n, piece] = high
-        part = part - high.astype(f32)
-    plgpu.commit_smem()
-    plgpu.barrier_wait(filled)
-
-    def products(*sums):
-      for n, sum_of_part in enumerate(sums):
-        for piece in range(_PIECES):
-          plgpu.wgmma(sum_of_part, pieces_smem.at[n, piece], ones_smem)
-      plgpu.wgmma_wait(0)
-      return tuple(sum_of_part[...] for sum_of_part in sums)
-
-    inside = pl.run_scoped(products, plgpu.ACC(shape, f32), plgpu.ACC(shape, f32))
-    inside = two_sum(*(down(unit, shape) * part for part in inside))
+    inside = totals_in_tiles(given, pieces_smem, ones_smem, filled)
     high, low = add_pairs([down(part, shape) for part in before], inside)
     out_high_ref[pl.ds(first, ROWS), :] = high
     out_low_ref[pl.ds(first, ROWS), :] = low
 
-  ones = jnp.asarray(np.tri(TILE).T, jnp.bfloat16)
   outputs = [jax.ShapeDtypeStruct(tiles.shape, f32)] * 2
-  scratch: list[Any] = [
-    shared((2, _PIECES, *shape), jnp.bfloat16),
-    shared((TILE, TILE), jnp.bfloat16),
-    plgpu.Barrier(num_arrivals=1),
-  ]
-  arrays, slots = [tiles, *ends, ones], 0
+  scratch = memory_of_sums()
+  arrays = [tiles, *ends, ones_until_each()]
   threads: dict[str, Any] = {}
   if vectors is not None:
-    head_dim, kind = vectors.shape[-1], vectors.dtype
-    slots = max(1, _BYTES // (_READERS * ROWS * head_dim * kind.itemsize))
     arrays.append(vectors)
     outputs.append(jax.ShapeDtypeStruct(x.shape, f32))
-    scratch.append(shared((_READERS, slots, ROWS, head_dim), kind))
-    scratch.append(plgpu.Barrier(num_barriers=_READERS * slots))
-    threads = {"num_threads": 1 + _READERS, "thread_name": "thread"}
+    scratch += memory_of_vectors(vectors)
+    threads = {"num_threads": 1 + READERS, "thread_name": "thread"}
   found = plgpu.kernel(
     kernel,
     out_type=outputs,
@@ -195,7 +146,97 @@ def _run(x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"] | None, inte
   return result
 
 
-def _row_sums(pair: Pair, counts: Bool[Array, "rows columns"]) -> tuple[Array, Array]:
+def ones_until_each() -> BFloat16[Array, "tile tile"]:
+  """The triangle: its product with a tile's numbers is their running total."""
+  return jnp.asarray(np.tri(TILE).T, jnp.bfloat16)
+
+
+def memory_of_sums() -> list[Any]:
+  """Shared memory of `totals_in_tiles`: the pieces, the triangle, and a barrier that tells that it has come."""
+  return [
+    shared((2, _PIECES, ROWS, TILE), jnp.bfloat16),
+    shared((TILE, TILE), jnp.bfloat16),
+    plgpu.Barrier(num_arrivals=1),
+  ]
+
+
+def totals_in_tiles(x: Float[Array, "rows tile"], pieces_smem: Any, ones_smem: Any, filled: Any) -> Pair:
+  """The running totals of each row."""
+  unit, *parts = _on_grid(x, jnp.abs(x).max(axis=1))
+  for n, part in enumerate(parts):
+    for piece in range(_PIECES):
+      high = rounded(part, jnp.bfloat16)
+      pieces_smem[n, piece] = high
+      part = part - high.astype(jnp.float32)
+  plgpu.commit_smem()
+  plgpu.barrier_wait(filled)
+
+  def products(*sums: Any) -> tuple[Array, ...]:
+    for n, sum_of_part in enumerate(sums):
+      for piece in range(_PIECES):
+        plgpu.wgmma(sum_of_part, pieces_smem.at[n, piece], ones_smem)
+    plgpu.wgmma_wait(0)
+    return tuple(sum_of_part[...] for sum_of_part in sums)
+
+  accumulator = plgpu.ACC((ROWS, TILE), jnp.float32)
+  inside = pl.run_scoped(products, accumulator, accumulator)
+  return two_sum(*(down(unit, x.shape) * part for part in inside))
+
+
+def memory_of_vectors(vectors: Float[Array, "B T H d"]) -> list[Any]:
+  """Shared memory of `find_largest`, for all readers."""
+  head_dim, kind = vectors.shape[-1], vectors.dtype
+  slots = max(1, _BYTES // (READERS * ROWS * head_dim * kind.itemsize))
+  return [shared((READERS, slots, ROWS, head_dim), kind), plgpu.Barrier(num_barriers=READERS * slots)]
+
+
+def find_largest(
+  vectors_ref: Any, smem: Any, filled: Any, reader: Int[Array, ""], blocks: int, keep: Callable[..., None]
+) -> None:
+  """One of READERS of `blocks` blocks has some vectors come, and keeps the largest coordinate of each.
+
+  `keep` is given the sequence, which 64 tokens of it, the head, and the 64 coordinates, without their signs.
+  """
+  batch, time, heads, _ = vectors_ref.shape
+  slots, smem = smem.shape[1], smem.at[reader]
+  turns, step = batch * heads * (time // ROWS), READERS * blocks
+  first = reader * blocks + lax.axis_index("block")
+
+  def place(n: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
+    """(sequence, tokens, head) of the n-th turn: those of all heads lie side by side."""
+    row, head = (f(first + n * step, jnp.int32(heads)) for f in (lax.div, lax.rem))
+    b, part = (f(row, jnp.int32(time // ROWS)) for f in (lax.div, lax.rem))
+    return b, part, head
+
+  def fetch(n: Int[Array, ""]) -> None:
+    slot, (b, part, head) = place_in_ring(n, slots), place(n)
+    source = vectors_ref.at[b, pl.ds(part * ROWS, ROWS), head]
+    plgpu.copy_gmem_to_smem(source, smem.at[slot], filled.at[reader * slots + slot])
+
+  def find(n: Int[Array, ""], none: None) -> None:
+    slot = place_in_ring(n, slots)
+    plgpu.barrier_wait(filled.at[reader * slots + slot])
+    vector = plgpu.load(smem.at[slot], layout=WGMMA, optimized=False).astype(jnp.float32)
+    plgpu.commit_smem()  # all have read it
+    pl.when(n + slots < mine)(lambda: fetch(n + slots))
+    keep(*place(n), jnp.abs(vector).max(axis=1))
+    return none
+
+  mine = lax.div(turns - first + step - 1, jnp.int32(step))
+  for n in range(slots):
+    pl.when(n < mine)(functools.partial(fetch, jnp.int32(n)))
+  lax.fori_loop(0, mine, find, None)
+
+
+def blocks_of(summing: int, vectors: Float[Array, "B T H d"] | None) -> int:
+  """Of a grid in which so many blocks sum up, and all read vectors."""
+  if vectors is None:
+    return summing
+  batch, time, heads, _ = vectors.shape
+  return max(summing, min(multiprocessors(), -(-batch * heads * (time // ROWS) // READERS)))
+
+
+def row_sums(pair: Pair, counts: Bool[Array, "rows columns"]) -> tuple[Array, Array]:
   """For each row the sum of those pairs, of which there is one a column, that count in it."""
   high, low = (jnp.where(counts, across(part, counts.shape), 0.0) for part in pair)
   unit, coarse, fine = _on_grid(high, jnp.abs(high).max(axis=1))

@@ -1,7 +1,9 @@
 """Who does what in a grid of few blocks, each of which takes several places by turns.
 
 A place is one or two tiles of queries of one sequence and head, a row. It takes the longer the later it is, so a block
-takes a late one and an early one of the same row, which together are as much in any row if all keys are read.
+takes a late one and an early one of the same row, which together are as much in any row if all keys are read. Where
+some heads are read less far back than others, blocks have as much to do if each takes many pairs, of as many heads as
+may be: rows should be in the order of their heads, and then of sequences.
 """
 
 from typing import NamedTuple
@@ -11,6 +13,8 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from kernels_pallas.gpu.tiles import place_in_grid
+
+_MANY = 6  # pairs to a block, of different heads: together they take about as long as any other block's
 
 
 class Turns(NamedTuple):
@@ -23,7 +27,7 @@ class Turns(NamedTuple):
 
   @classmethod
   def of_few_blocks(cls, rows: int, places: int, at_once: int, alike: bool) -> "Turns":
-    """So many as run at once if all rows are `alike`; if not a block for each pair, for some are done sooner.
+    """So many as run at once if all rows are `alike`, or each has many; else one for each pair: some are done sooner.
 
     One for each place, if there would be fewer than run at once, or an odd number in a row, which do not make pairs.
     """
@@ -31,7 +35,7 @@ class Turns(NamedTuple):
     items = rows * places // (2 if paired else 1)
     if items < at_once or (places > 1 and not paired):
       return cls(rows, places, rows * places)
-    return cls(rows, places, at_once if alike else items, paired)
+    return cls(rows, places, at_once if alike or items >= _MANY * at_once else items, paired)
 
   @property
   def several(self) -> bool:
@@ -56,5 +60,5 @@ class Turns(NamedTuple):
     if not self.paired:
       return place_in_grid(block + turn * self.blocks, self.rows, self.places)
     pair, early = (f(turn, jnp.int32(2)) for f in (lax.div, lax.rem))
-    row, n = place_in_grid(block + pair * self.blocks, self.rows, self.places // 2)
+    row, n = place_in_grid(block + pair * self.blocks, self.rows, self.places // 2, shifted=self.several)
     return row, jnp.where(early > 0, n, self.places - 1 - n)
