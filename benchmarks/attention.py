@@ -5,11 +5,12 @@
 
 65,536 tokens at every length, or one sequence of more, 12 heads, bf16, gated (a logit offset of 6.9; `--offset=5` for
 another, `--offset=3,11` for heads that differ). The time is that of the whole call, preparation included: the median
-over groups of launches. Each line gives both times of both, cuDNN's over ours (above 1 is faster than cuDNN), and for
-the attention form the products' rate as a share of what an 8192 x 8192 x 8192 product of bf16 matrices reaches (of all
-pairs of tokens: where tiles are left out that gates have faded, it can be above 1). With `--rotated` a last column has
-cuDNN with the usual rotary embedding of queries and keys before it, by XLA, and its times over ours. A form is compared
-with XLA's in float32 at a short length before it is timed.
+over groups of launches, which all programs of a length take by turns. Each line gives both times of both, cuDNN's over
+ours (above 1 is faster than cuDNN), and for the attention form the products' rate as a share of what an
+8192 x 8192 x 8192 product of bf16 matrices reaches (of all pairs of tokens: where tiles are left out that gates have
+faded, it can be above 1). With `--rotated` a last column has cuDNN with the usual rotary embedding of queries and keys
+before it, by XLA, and its times over ours. A form is compared with XLA's in float32 at a short length before it is
+timed.
 """
 
 import argparse
@@ -70,8 +71,8 @@ def with_backward(function):
   return call
 
 
-def milliseconds(compiled, *arrays, groups: int) -> float:
-  """The median over groups of launches, each of at least 20 ms, of a launch's time."""
+def milliseconds(compiled, *arrays) -> float:
+  """Of a launch, in a group of them that takes 20 ms at least."""
 
   def run(times: int) -> float:
     start = time.perf_counter()
@@ -81,8 +82,13 @@ def milliseconds(compiled, *arrays, groups: int) -> float:
     return 1e3 * (time.perf_counter() - start) / times
 
   run(1)
-  times = max(1, round(20 / run(2)))
-  return float(np.median([run(times) for _ in range(groups)]))
+  return run(max(1, round(20 / run(2))))
+
+
+def by_turns(programs: dict, arrays, groups: int) -> dict:
+  """The median over groups of each program's time. Turns, because a chip that is warm is slower than one that rests."""
+  times = [{name: milliseconds(compiled, *arrays) for name, compiled in programs.items()} for _ in range(groups)]
+  return {name: float(np.median([turn[name] for turn in times])) for name in programs}
 
 
 def check(power: int, form: str, dim: int, rotated: bool, implementation: str | None) -> tuple[float, float]:
@@ -122,7 +128,7 @@ def over(theirs: list[float], ours: list[float]) -> list[float]:
 def ceiling(groups: int) -> float:
   """FLOP/s of a large product."""
   a, b = jax.random.normal(jax.random.key(1), (2, 8192, 8192), jnp.bfloat16)
-  return 2 * 8192**3 / milliseconds(jax.jit(jnp.matmul).lower(a, b).compile(), a, b, groups=groups) * 1e3
+  return 2 * 8192**3 / by_turns({"product": jax.jit(jnp.matmul).lower(a, b).compile()}, (a, b), groups)["product"] * 1e3
 
 
 class Programs:
@@ -204,18 +210,15 @@ def main() -> None:
   for length in lengths:
     for dim in dims:
       arrays = made(length, dim)
-
-      def timed(name, length=length, dim=dim, arrays=arrays) -> list[float]:
-        forward, with_gradients = (programs[length, dim, name, what] for what in ("forward", "both"))
-        return [
-          milliseconds(forward, *arrays[:-1], groups=args.groups),
-          milliseconds(with_gradients, *arrays, groups=args.groups),
-        ]
-
-      softmax = timed("softmax")
-      rotated = timed("rotated softmax") if args.rotated else None
+      names = ["softmax", *(["rotated softmax"] if args.rotated else []), *powers]
+      forward, with_gradients = (
+        by_turns({name: programs[length, dim, name, what] for name in names}, given, args.groups)
+        for what, given in (("forward", arrays[:-1]), ("both", arrays))
+      )
+      found = {name: [forward[name], with_gradients[name]] for name in names}
+      softmax, rotated = found["softmax"], found.get("rotated softmax")
       for power in powers:
-        times = timed(power)
+        times = found[power]
         shares = []
         if args.form == "attention":  # whose products alone are two, and seven with the backward pass
           product = 2 * arrays[0].size * length / 2 * 1e3 / peak

@@ -7,7 +7,7 @@ import pytest
 
 import csympow
 from csympow import rotation
-from csympow.forms import near, rotating, scales
+from csympow.forms import near, near_backward, rotating, scales
 from csympow.forms.spans import Settings
 from kernels_pallas.gpu import arrays, attention_backward
 from kernels_pallas.gpu.copies import Copy, copies
@@ -81,6 +81,18 @@ def test_copies_without_a_rotation_are_exact():
   same, narrow = copies(x.astype(jnp.float16), [Copy(jnp.float16), Copy(jnp.bfloat16)], interpret=INTERPRETED)
   np.testing.assert_array_equal(same, x.astype(jnp.float16))
   np.testing.assert_array_equal(narrow, x.astype(jnp.float16).astype(jnp.bfloat16))
+
+
+def test_all_vectors_of_a_head_may_be_divided_by_one_power_of_two_before_they_are_rounded():
+  x, _, _ = make(4, start=False)
+  factor = jnp.asarray(np.random.default_rng(7).uniform(size=(1, H * G, T)), jnp.float32)
+  exponent = jnp.asarray([[20, -14]], jnp.int32)  # what float16 could not hold
+  x = x.at[:, :, 0].multiply(jnp.bfloat16(2.0**20)).at[:, :, 1].multiply(jnp.bfloat16(2.0**-14))
+  (found,) = copies(x, [Copy(jnp.float16, factor)], exponent=exponent, interpret=INTERPRETED)
+  whole = np.asarray(x, np.float32) * np.exp2(np.asarray([-20.0, 14.0], np.float32))[:, None]
+  whole = whole.astype(np.float16).astype(np.float32)
+  expected = whole * np.moveaxis(np.asarray(factor), 1, 2)[..., None]
+  np.testing.assert_array_equal(found, expected.astype(np.float16))
 
 
 def test_only_heads_that_are_wanted_are_copied():
@@ -165,7 +177,7 @@ def test_a_key_of_nothing_has_no_gradient_at_a_high_power():
   settings = Settings(10, ROWS, ROWS, ROWS, "high", interpret=INTERPRETED)
   dx = jnp.ones(k.shape).at[:, 3].set(0.0)
   found = attention_backward.Gradients(dx, dx, None)
-  _, dk, pulls = near.finished(x, found, None, (jnp.bfloat16, jnp.bfloat16), settings)
+  _, dk, pulls = near_backward.finished(x, found, None, (jnp.bfloat16, jnp.bfloat16), settings)
   np.testing.assert_array_equal(dk[0, :, 0, 0], 10 / 2 * (np.arange(ROWS) != 3))  # a key of 1 was divided by 2
   assert np.all(np.isfinite(pulls.G[1]))
 

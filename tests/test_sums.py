@@ -9,8 +9,10 @@ import pytest
 
 from csympow import prefix
 from kernels_pallas.gpu import running
+from kernels_pallas.gpu.gates import gates
 from kernels_pallas.gpu.running import totals, totals_and_sizes
 from kernels_pallas.gpu.scan import scan
+from kernels_pallas.gpu.tiles import ROWS, TILE
 from tests.comparing import WHERE
 
 pytestmark = pytest.mark.usefixtures("no_races_if_interpreted")
@@ -73,6 +75,42 @@ def test_what_comes_later_does_not_change_the_totals_of_tiles_before(interpret, 
   np.testing.assert_array_equal(after[0, 0, :256], before[0, 0, :256])
   np.testing.assert_array_equal(after[1], before[1])
   assert np.isfinite(after[0, 0, 384:]).all() == np.isfinite(value)
+
+
+# Tiles that are no power of two; sequences that share a block of the grid, and several blocks; the longest there is.
+@pytest.mark.parametrize("interpret", WHERE)
+@pytest.mark.parametrize(
+  ("shape", "power"), [((3, 2, 3 * TILE), 2), ((5, 3, 8 * TILE), 4), ((1, 1, 64 * TILE), None)], ids=str
+)
+def test_gates_of_tiles_are_those_of_float64(interpret, shape, power):
+  batch, heads, time = shape
+  random = np.random.default_rng(0)
+  x = np.float32(-np.exp(4 * random.standard_normal(shape)))
+  x[0, 0, TILE + 5], x[-1, -1, time - 1] = -1e4, -300.0  # nothing is left of what came before
+  vectors = None
+  if power is not None:
+    vectors = random.normal(size=(batch, time, heads, 32))
+    vectors[0, 6, 0, 3], vectors[:, ROWS : 2 * ROWS, -1] = -np.inf, 0.0
+    vectors = jnp.asarray(vectors, jnp.bfloat16)
+  found = jax.jit(functools.partial(gates, power=power, interpret=interpret))(x, vectors)
+
+  tiles = x.astype(np.float64).reshape(batch, heads, -1, TILE)
+  since, of_tile = np.cumsum(tiles, axis=-1), np.sum(tiles, axis=-1)
+  until = of_tile[..., None] - since
+  end = np.cumsum(of_tile, axis=-1)
+  np.testing.assert_allclose(found.since_start, since.reshape(shape) / np.log(2), rtol=1e-6)
+  count = time // TILE
+  np.testing.assert_allclose(found.decay[..., :count], np.exp(of_tile), rtol=1e-6, atol=1e-37)
+  for halves, expected in ((found.totals[:2], end - of_tile), (found.totals[2:], end)):
+    assert_total([half[..., :count] for half in halves], expected, 31)
+  if power is None:
+    np.testing.assert_allclose(found.until_end, until.reshape(shape) / np.log(2), rtol=1e-6, atol=1e-4)
+    assert found.largest is None
+    return
+  np.testing.assert_allclose(found.until_end, np.exp(until / power).reshape(shape), rtol=1e-4, atol=1e-37)
+  sizes = np.abs(np.asarray(vectors, np.float32)).max(axis=-1)
+  sizes = np.where(np.isfinite(sizes), sizes, 0).reshape(batch, -1, ROWS, heads).max(axis=2)
+  np.testing.assert_array_equal(found.largest, np.swapaxes(sizes, 1, 2))
 
 
 @pytest.mark.parametrize("interpret", WHERE)

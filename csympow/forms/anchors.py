@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from csympow.forms import near, rotating
+from csympow.forms import backwards, rotating
 from csympow.prefix import TotalsKernel, prefix_sum
 from kernels_pallas.weights import SMALLEST
 
@@ -30,7 +30,7 @@ class Ends(NamedTuple):
 
 
 def cotangents(
-  pulls: near.Pulls,
+  pulls: backwards.Pulls,
   ends: Ends,
   rotation: rotating.Rotation | None,
   kernel: TotalsKernel | None = None,

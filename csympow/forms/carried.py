@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from csympow.features import pairs, symmetric
-from csympow.forms import anchors, near, near_tpu, rotating, scales
+from csympow.forms import anchors, backwards, near, near_tpu, rotating, scales
 from csympow.forms.memory import Memory
 from csympow.forms.near_tpu import time_first, vectors
 from csympow.forms.once import differentiated_once
@@ -110,7 +110,7 @@ def _backward(
   dq, dk = time_first(inside.q + q_far) / 2, time_first(inside.k[:, :, None]) / 2  # without the factor p
   dv = time_first(inside.v[:, :, None])[..., 0, :]
   ends = _joined(saved, found, dfound, dfinal, dinitial)
-  pulls = near.pulls_of(*vectors(x), dq, dk, saved.rotation, power=2)
+  pulls = backwards.pulls_of(*vectors(x), dq, dk, saved.rotation, power=2)
   turned = None if saved.rotation is None else _turned(ends, x.k.shape[2])
   by_state = anchors.Ends(_pulled(ends, weight), turned)
   dlog_gate, drotation = anchors.cotangents(pulls, by_state, saved.rotation, reach=_reach(x))
@@ -120,7 +120,7 @@ def _backward(
   dtokens = near.Tokens(dq, dk, dv, dlog_gate, drotation)
   dinitial = None if saved.initial is None else State(dinitial.S * weight / scale, dinitial.Z / scale)
   dtypes = (dtype if dinitial is None else jnp.float32, dtype)
-  return near.before_rotation(dtokens, saved.rotation, dtypes), dinitial
+  return backwards.before_rotation(dtokens, saved.rotation, dtypes), dinitial
 
 
 _attend.defvjp(_forward, _backward)
@@ -128,7 +128,7 @@ _attend.defvjp(_forward, _backward)
 
 def _rows(saved: _Saved, dy: Float[Array, "B T H g dv"]) -> chunked_backward.Rows:
   y, normaliser, heard = saved.y
-  inverse = near.inverse(normaliser)
+  inverse = backwards.inverse(normaliser)
   rounded = scales.rounded(jnp.moveaxis(dy, 1, -1), scales.BFLOAT16)
   return chunked_backward.Rows(
     dy=rounded.astype(jnp.bfloat16),

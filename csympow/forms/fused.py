@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from csympow import gates
-from csympow.forms import anchors, expanded, memory, near, near_tpu, rotating, scales
+from csympow.forms import anchors, backwards, expanded, memory, near, near_backward, near_tpu, rotating, scales
 from csympow.forms.chunked import Sequence, inputs_of, normalised_backward
 from csympow.forms.memory import Memory, Written, discounted, empty, inner
 from csympow.forms.once import differentiated_once
@@ -21,7 +21,8 @@ from csympow.forms.spans import SMALLEST, Inputs, Settings, Sums, for_each, head
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu import arrays
 
-_KERNELS: dict[str, Any] = {"gpu": near, "tpu": near_tpu}
+_FORWARD: dict[str, Any] = {"gpu": near, "tpu": near_tpu}
+_BACKWARD: dict[str, Any] = {"gpu": near_backward, "tpu": near_tpu}
 _STATES: dict[str, Any] = {"memory": memory, "expanded": expanded}
 
 
@@ -76,7 +77,7 @@ def _forward(
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved]:
   tokens, memory = differentiated_once((tokens, memory))
   q, k, v, _, rotation = tokens
-  kernels, value_dim = _KERNELS[settings.chip], v.shape[-1]
+  kernels, value_dim = _FORWARD[settings.chip], v.shape[-1]
   stateful, denominator = memory is not None or return_memory, None
   wide = _as_wide_as_kernels(tokens, settings)
   operands, G = kernels.operands(wide, settings, with_state=stateful, save=save)
@@ -152,12 +153,12 @@ def _backward(
   del return_memory
   dy, dfinal = differentiated_once(_instantiated(cotangents, saved, dtype))
   x, power = saved.operands, settings.power
-  kernels, rotation = _KERNELS[settings.chip], saved.rotation
+  kernels, rotation = _BACKWARD[settings.chip], saved.rotation
   how: dict[str, Any] = {}
   asked = saved.turns_asked_for is None or saved.turns_asked_for.size > 0
   if settings.chip == "gpu" and saved.sequence is None and not asked:
-    how = {"way_back": near.way_back(x, rotation, power), "dtype": dtype}
-  inside = kernels.backward(x, near.cotangents(saved.y, dy), power, settings.interpret, **how)
+    how = {"way_back": near_backward.way_back(x, rotation, power), "dtype": dtype}
+  inside = kernels.backward(x, backwards.cotangents(saved.y, dy), power, settings.interpret, **how)
   dv = inside.v
   if saved.sequence is None:
     dq, dk, pulls = kernels.finished(x, inside, rotation, (dtype, dtype), settings)
@@ -196,7 +197,7 @@ def _backward(
     _by_turns(rotation, dturns),
   )
   dtypes = (dtype if saved.memory is None else jnp.float32, dtype)
-  return near.before_rotation(dtokens, rotation, dtypes), None if saved.memory is None else dmemory
+  return backwards.before_rotation(dtokens, rotation, dtypes), None if saved.memory is None else dmemory
 
 
 _attend.defvjp(_forward_for_gradients, _backward, symbolic_zeros=True)

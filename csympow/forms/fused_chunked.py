@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float
 
 from csympow.features import pairs, symmetric
-from csympow.forms import anchors, near, rotating
+from csympow.forms import anchors, backwards, near, near_backward, rotating
 from csympow.forms.anchors import Ends
 from csympow.forms.centring import NO_MORE, centre
 from csympow.forms.faint import Read, faint
@@ -184,13 +184,13 @@ def _backward(
   del return_final, head_dim
   (dy, dfinal), x, interpret = differentiated_once(cotangents), saved.operands, settings.interpret
   discounts = _discounts(near.Exponents(x.q_exponent, x.exponent, x.top), saved.G, settings.chunk)
-  given = near.cotangents(saved.y, dy)
+  given = backwards.cotangents(saved.y, dy)
   # Of what was read of the state: the numerator is divided by the normaliser, and discounted.
   inverse = jnp.where(saved.heard, given.inverse, 0.0) * discounts.since_start
   group = x.q_exponent.shape[-1]
   by_query_head = None if x.has_state is None else jnp.repeat(x.has_state, group, axis=1)
   queries = _Queries(*copies(x.q, _of_queries(inverse), some=by_query_head, interpret=interpret))
-  inside = near.backward(x, given, settings.power, interpret, queries.q)
+  inside = near_backward.backward(x, given, settings.power, interpret, queries.q)
   scale = near.state_scale(x.top)
   if dfinal is not None:
     pieces = Pieces.of(x.q.shape[-1], x.v.shape[-1])
@@ -231,7 +231,7 @@ def _backward(
   ends = _at_ends(saved, dS.inner, dZ.found, dfinal, dinitial)
   dtypes = (dtype if saved.initial is None else jnp.float32, dtype)
   of_kernels = inside._replace(q=dq, k=dk)
-  dq, dk, pulls = near.finished(x, of_kernels, saved.rotation, dtypes, settings, inside)
+  dq, dk, pulls = near_backward.finished(x, of_kernels, saved.rotation, dtypes, settings, inside)
   dlog_gate, drotation = anchors.cotangents(
     pulls, ends, saved.rotation, near.totals_kernel(settings), has_state=x.has_state
   )

@@ -1,4 +1,4 @@
-"""What surrounds the attention kernels: operands that fit 16 bits on the way in, gradients on the way out.
+"""The way into the attention kernels on Hopper: operands that fit 16 bits. `near_backward.py` is the way out.
 
 Queries are scaled by a power of two so that their largest coordinate is between 1/2 and 1, which the normalisation
 cancels, and so are keys, whose weights are scaled by the p-th power of that, relative to the longest key of the head.
@@ -17,15 +17,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 
 from csympow.forms import scales
-from csympow.forms.rotating import Rotation, angles, padded, torque, turning, unrotated
+from csympow.forms.rotating import Rotation, angles, padded
 from csympow.forms.spans import Settings, by_head, for_each
 from csympow.forms.visible import Tiles, Visible, all_alike, candidates, visible, without_states
 from csympow.prefix import Total, TotalsKernel
-from kernels_pallas.gpu import arrays, attention_backward, attention_forward, gates, gradients, running
+from kernels_pallas.gpu import arrays, attention_forward, gates, running
 from kernels_pallas.gpu.angles import Angles
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.tiles import TILE, attention_widths
-from kernels_pallas.weights import LEAST, LOG2E, SMALLEST
+from kernels_pallas.weights import LOG2E
 
 # Queries times 2 to minus more would lose small coordinates. Float32 has room for scores of longer keys, to the fourth
 # power at least; to higher ones for keys up to 2 ** 115.
@@ -75,17 +75,6 @@ class Operands(NamedTuple):
   top: Int[Array, "B H"]  # that of the longest key: weights are divided by 2 to p times this
   has_state: Int[Array, "B H"] | None = None  # 1 or 0: see visible.Visible
   angles: Angles | None = None  # by which the kernel is to rotate queries
-
-
-class Pulls(NamedTuple):
-  """What each token's query, and its key, adds to the cotangents of running totals: of gates, and of a rotation.
-
-  They are sums of large terms that cancel, and do so only if the queries and keys are those that the kernels had.
-  """
-
-  G: tuple[Float[Array, "B T H"], Float[Array, "B T H"]]
-  turns: tuple[Float[Array, "B T H r"], Float[Array, "B T H r"]] | None  # None: nothing is rotated, or nobody asks
-  total: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None  # of the betas
 
 
 def totals_kernel(settings: Settings) -> TotalsKernel | None:
@@ -309,185 +298,6 @@ def forward(
   return y._replace(scaled=None, exponent=None), x if y.scaled is None else x._replace(q=y.scaled)
 
 
-class Cotangents(NamedTuple):
-  """Of queries' outputs, as the kernels take them."""
-
-  dy: BFloat16[Array, "B T Hq dv"]
-  delta: Float[Array, "B Hq T"]  # dy . y
-  inverse: Float[Array, "B Hq T"]  # 1 / normaliser, over all keys that a query sees
-
-
-def cotangents(y: arrays.Outputs, dy: Float[Array, "B T H g dv"]) -> Cotangents:
-  """From queries' outputs and normalisers."""
-  exact = y.high.astype(jnp.float32) + (0.0 if y.low is None else y.low.astype(jnp.float32))
-  dy = dy.reshape(exact.shape)
-  rounded_dy = dy if dy.dtype == jnp.bfloat16 else scales.rounded(dy, scales.BFLOAT16)
-  delta = jnp.moveaxis(jnp.sum(rounded_dy * exact, axis=-1), 1, 2)
-  return Cotangents(rounded_dy.astype(jnp.bfloat16), delta, inverse(y.normaliser))
-
-
-def inverse(normaliser: Float[Array, "..."]) -> Float[Array, "..."]:
-  """1 / normaliser, and 0 for an empty row."""
-  found = ~(normaliser <= SMALLEST)  # NaN is no empty row
-  return jnp.where(found, 1 / jnp.where(found, normaliser, 1.0), 0.0)
-
-
 def state_scale(top: Int[Array, "B H"]) -> Float[Array, "B H 1 1"]:
   """What the kernels' states were divided by, where the longest key was by 2 to `top`: a number, whatever the keys."""
   return scales.power_of_two(jnp.clip(2 * top, -126, 126))[..., None]
-
-
-def backward(
-  x: Operands,
-  given: Cotangents,
-  power: int,
-  interpret: Any,
-  rounded_q: BFloat16[Array, "B T Hq d"] | None = None,
-  way_back: attention_backward.WayBack | None = None,
-  dtype: DTypeLike = jnp.bfloat16,
-) -> attention_backward.Gradients:
-  """By pairs inside chunks; p times those of `q` and `k` are cotangents of scaled and rotated queries and keys.
-
-  If keys are not copies, or there is a `way_back` to what was given, dk is finished, in `dtype`: see
-  `attention_backward.Gradients`.
-  """
-  group = x.q_exponent.shape[-1]
-  gate = jnp.repeat(x.keys.gate, group, axis=1)
-  if rounded_q is None and x.keys.top is None:
-    rounded_q = scales.rounded(x.q, scales.BFLOAT16).astype(jnp.bfloat16)
-  rows = attention_backward.Rows(
-    q=x.q,
-    rounded=rounded_q,
-    dy=filled_up(given.dy, x.v.shape[-1]),
-    exponent=gate + jnp.log2(given.inverse),
-    discounted=given.inverse * jnp.exp2(gate),
-    delta=given.delta,
-  )
-  return attention_backward.backward(rows, x.keys, x.last, x.v, way_back, power=power, dtype=dtype, interpret=interpret)
-
-
-def way_back(x: Operands, rotation: Rotation | None, power: int) -> attention_backward.WayBack | None:
-  """From the gradients of scaled and rotated keys to those of keys as they were given, if the kernel can take it.
-
-  In wide heads and beside folded keys there is no room for it, and keys as they were given need none. The gradients of
-  rotated keys are lost on it, and with them that of a rotation's turns.
-  """
-  wide = max(x.keys.plain.shape[-1], x.v.shape[-1]) > 64
-  if wide or x.keys.folded is not None or x.keys.top is not None:
-    return None
-  return attention_backward.WayBack(_factor(x.exponent, power), angles(rotation), _speed(rotation, power))
-
-
-def _factor(exponent: Int[Array, "B T H"], power: int) -> Float[Array, "B H T"]:
-  """From gradients by kernels to those of vectors that were divided by 2 to the exponent."""
-  exponent = jnp.where(exponent <= LEAST + 1, 0, exponent)  # of 0, whose gradient is 0
-  return by_head(power * jnp.exp2(-exponent.astype(jnp.float32)))
-
-
-def _speed(rotation: Rotation | None, power: int) -> Float[Array, "d"] | None:
-  """Of each coordinate, by which a beta turns it, times p."""
-  return None if rotation is None else jnp.repeat(power * rotation.rates, 2)
-
-
-def pulls(
-  x: Operands, dq: Float[Array, "B T Hq d"], dk: Float[Array, "B T H d"], rotation: Rotation | None, power: int
-) -> Pulls:
-  """From the gradients by kernels, to which the factor p is missing."""
-  shape = (*x.q_exponent.shape[:3], -1, dq.shape[-1])
-  q, k, dq, dk = (
-    a.reshape(shape)
-    for a in (scales.rounded(x.q, scales.BFLOAT16), scales.rounded(x.keys.plain, scales.BFLOAT16), dq, dk)
-  )
-  return pulls_of(q, k, dq, dk, rotation, power)
-
-
-def pulls_of(
-  q: Float[Array, "B T H g d"],
-  k: Float[Array, "B T H 1 d"],
-  dq: Float[Array, "B T H g d"],
-  dk: Float[Array, "B T H 1 d"],
-  rotation: Rotation | None,
-  power: int,
-) -> Pulls:
-  """From queries and keys as the kernels had them, and their gradients but for the factor p."""
-  turns, total = (torque(power * q, dq), torque(power * k, dk)), None
-  if rotation is not None:  # sums of the same form as the gates', which XLA can do together with them
-    speed = jnp.repeat(rotation.rates * (power / (2 * jnp.pi)), 2)
-    total = jnp.sum(speed * q * turning(dq), axis=(-2, -1)), jnp.sum(speed * k * turning(dk), axis=(-2, -1))
-  # Euler: q . dq = p * (the sum of a query's pulls).
-  return Pulls((jnp.sum(q * dq, axis=(-2, -1)), -jnp.sum(k * dk, axis=(-2, -1))), turns, total)
-
-
-def unscaled(
-  x: Operands, dq: Float[Array, "B T Hq d"], dk: Float[Array, "B T H d"], power: int
-) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"]]:
-  """From the gradients by kernels those of rotated queries and keys."""
-  dq = dq.reshape(*x.q_exponent.shape, -1)
-  return power * dq * scales.power_of_two(-x.q_exponent), power * dk * scales.power_of_two(-x.exponent)
-
-
-def before_rotation(dtokens: Tokens, rotation: Rotation | None, dtypes: tuple[DTypeLike, DTypeLike]) -> Tokens:
-  """From cotangents of rotated queries and keys those of what was rotated, of the queries' dtype and of all others'."""
-  q, k = unrotated(*dtokens[:2], rotation)
-  return dtokens._replace(q=q.astype(dtypes[0]), k=k.astype(dtypes[1]), v=dtokens.v.astype(dtypes[1]))
-
-
-def finished(
-  x: Operands,
-  dx: attention_backward.Gradients,
-  rotation: Rotation | None,
-  dtypes: tuple[DTypeLike, DTypeLike],
-  settings: Settings,
-  by_pairs: attention_backward.Gradients | None = None,
-) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"], Pulls]:
-  """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each.
-
-  Those of heads without a state are what pairs of tokens have given, `by_pairs`.
-  """
-  power, (batch, time, heads, group) = settings.power, x.q_exponent.shape
-  turned_by, speed = angles(rotation), _speed(rotation, power)
-  without_state: list[gradients.WithoutState | None] = [None, None]
-  if by_pairs is not None and x.has_state is not None:
-    flags = [jnp.repeat(x.has_state, a.shape[2] // heads, axis=1) for a in by_pairs[:2]]
-    without_state = list(map(gradients.WithoutState, by_pairs[:2], flags))
-
-  def back(
-    x: Array,
-    dx: Array,
-    exponent: Array,
-    dtype: DTypeLike,
-    without_state: gradients.WithoutState | None,
-    unit: Float[Array, "B H"] | None = None,
-  ) -> gradients.Gradients:
-    factor = _factor(exponent.reshape(batch, time, -1), power)
-    how: dict[str, Any] = {"angles": turned_by, "speed": speed, "without_state": without_state, "unit": unit}
-    return gradients.gradients(x, dx, factor, dtype, **how, interpret=settings.interpret)
-
-  def of_token(x: Float[Array, "B Hq T"]) -> Float[Array, "B T H"]:
-    return jnp.sum(jnp.moveaxis(x, 1, 2).reshape(batch, time, heads, -1), axis=-1)
-
-  dq, dk = dx.q, dx.k
-  unit = None if x.keys.top is None else scales.power_of_two(-x.keys.top)[..., 0]
-  found_q = back(x.q, dq, x.q_exponent, dtypes[0], without_state[0], unit)
-  if dx.pulled is None:
-    found_k = back(x.keys.plain, dk, x.exponent, dtypes[1], without_state[1])
-  else:  # the kernel has finished it
-    found_k = gradients.Gradients(dk, dx.pulled, dx.turned)
-  pulled = of_token(found_q.pulled), -of_token(found_k.pulled)
-  given = found_q.given.reshape(batch, time, heads, group, -1), found_k.given
-  if rotation is None:
-    return *given, Pulls(pulled, None, None)
-  total = None
-  if found_q.turned is not None and found_k.turned is not None:
-    total = of_token(found_q.turned), of_token(found_k.turned)
-  if dx.turned is not None:  # by the kernel, which has rotated dk back
-    return *given, Pulls(pulled, None, total)
-  dq, dk = (
-    a if other is None else jnp.where(other.has_state[:, None, :, None] > 0, a, other.dx)
-    for a, other in zip((dq, dk), without_state, strict=True)
-  )
-  q, k = (
-    power * scales.rounded(a, scales.BFLOAT16).reshape(batch, time, heads, -1, a.shape[-1]) for a in (x.q, x.keys.plain)
-  )
-  by_pair = torque(q, dq.reshape(q.shape)), torque(k, dk.reshape(k.shape))
-  return *given, Pulls(pulled, by_pair, total)

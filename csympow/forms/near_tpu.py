@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from csympow.forms import near, rotating, scales
+from csympow.forms import backwards, near, rotating, scales
 from csympow.forms.spans import Settings
 from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu.arrays import Outputs
@@ -80,7 +80,7 @@ def forward(x: Operands, *, power: int, dtype: DTypeLike, save_low: bool, interp
   return Outputs(high, low, by_kernel.normaliser.reshape(batch, -1, time)), x
 
 
-def backward(x: Operands, given: near.Cotangents, power: int, interpret: Any) -> Gradients:
+def backward(x: Operands, given: backwards.Cotangents, power: int, interpret: Any) -> Gradients:
   """The gradients by all pairs, in the op's layout, but for the factor p."""
   batch, heads, group, _, time = x.chunks.q.shape
 
@@ -101,10 +101,10 @@ def pulls(
   dk: Float[Array, "B T H d"],
   rotation: rotating.Rotation | None,
   power: int,
-) -> near.Pulls:
+) -> backwards.Pulls:
   """From the gradients by kernels, to which the factor p is missing."""
   q, k = vectors(x.chunks)
-  return near.pulls_of(q, k, dq.reshape(q.shape), dk.reshape(k.shape), rotation, power)
+  return backwards.pulls_of(q, k, dq.reshape(q.shape), dk.reshape(k.shape), rotation, power)
 
 
 def unscaled(
@@ -121,7 +121,7 @@ def finished(
   rotation: rotating.Rotation | None,
   dtypes: tuple[DTypeLike, DTypeLike],
   settings: Settings,
-) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"], near.Pulls]:
+) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"], backwards.Pulls]:
   """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each."""
   pulled = pulls(x, dx.q, dx.k, rotation, settings.power)
   dq, dk = rotating.unrotated(*unscaled(x, dx.q, dx.k, settings.power), rotation)

@@ -31,7 +31,6 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from kernels_pallas.gpu.angles import Angles, along, memory, of_tiles, parts_of, radians, rotated_back
 from kernels_pallas.gpu.arrays import Keys
-from kernels_pallas.gpu.products import begun
 from kernels_pallas.gpu.tiles import (
   ROWS,
   TILE,
@@ -240,18 +239,16 @@ def _backward(
             # The dQ of the visit before.
             late = unit == 0 and not first
 
-            def late_dq(*dq, late=late):
+            def products(s, dp, *dq, slot=slot, late=late):
+              plgpu.wgmma(s, k_smem.at[place, thread], q_smem.at[slot].transpose((1, 0)))
+              plgpu.wgmma(dp, values, dy_smem.at[slot].transpose((1, 0)))
               if late:
                 plgpu.barrier_wait(ds_filled)
                 product(dq[0], 1 - buffer)
-              plgpu.wgmma_wait(0)
-              return [sums[...] for sums in dq]
+              return s[...], dp[...], *(sums[...] for sums in dq)
 
-            # Under way together.
-            s = begun(k_smem.at[place, thread], q_smem.at[slot], interpret)
-            dp = begun(values, dy_smem.at[slot], interpret)
-            dq = pl.run_scoped(late_dq, *(plgpu.ACC((ROWS, k_wide), f32),) * late)
-            s, dp = lax.optimization_barrier((s, dp))
+            square = plgpu.ACC((ROWS, ROWS), f32)
+            s, dp, *dq = pl.run_scoped(products, square, square, *(plgpu.ACC((ROWS, k_wide), f32),) * late)
             if late:
               wait_if(number > 1, dq_freed)
               hand_over(dq[0], 1 - buffer)
