@@ -16,7 +16,9 @@ from tests.comparing import Case, inputs
 from tests.test_context import mesh_of, place, sharded
 from tests.test_kernels import attend
 
-ATTENTION = ("totals_and_sizes", "totals", "copies", "attention_forward", "attention_backward", "gradients")
+KERNELS = ("totals", "copies", "attention_forward", "attention_backward", "gradients")
+SHORT = ("gates", *KERNELS)  # without a state
+ATTENTION = ("totals_and_sizes", *KERNELS)
 STATES = ("state_write", "state_read", "gram", "scan")
 FAINT = ("heard",)  # where there are several chunks, and no gradient by a state but that of y
 SEARCH = ("sizes", "bounds", "reach")
@@ -74,8 +76,10 @@ def test_a_pass_without_gradients_writes_symmetric_states_once():
 def test_kernels_lower_for_every_shape(d, dv, power, T, rotation):
   sizes = {"T": T, "B": 65_536 // T, "H": 2, "groups": 2, "d": d, "dv": dv}
   case = Case(**sizes, power=power, rotation=rotation, dtype="bfloat16", entry="attention")
-  text = assert_lowers(*gradients(case), *(kernel for kernel in ATTENTION if kernel != "copies"))
+  given = T <= near.SHORT and (rotation == "none" or d <= 64)
+  text = assert_lowers(*gradients(case), *(kernel for kernel in (SHORT if given else ATTENTION) if kernel != "copies"))
   assert ("copies_mosaic_gpu" in text) == (rotation != "none")
+  assert ("totals_and_sizes_mosaic_gpu" in text) != given
 
 
 @pytest.mark.slow
@@ -110,7 +114,8 @@ def in_shard_map(case, chunk=None):
 @pytest.mark.parametrize("entry", ["attention", "continued"])
 def test_kernels_lower_inside_shard_map(chunk, entry, dv, rotation):
   case = Case(T=512, B=2, H=1, d=64, dv=dv, rotation=rotation, dtype="bfloat16", entry=entry)
-  kernels = ATTENTION if (chunk, entry) != (None, "continued") else ATTENTION[:-1]  # with a state that is XLA's
+  by_itself = SHORT if entry == "attention" else ATTENTION[:-1]  # with a state that is XLA's
+  kernels = by_itself if chunk is None else ATTENTION
   kernels += () if chunk is None else STATES
   all_have_states = (chunk, entry) == (BLOCK, "continued")
   kernels += () if all_have_states else SEARCH
@@ -138,7 +143,7 @@ def test_several_places_lower_inside_shard_map_and_under_vmap(pairs, monkeypatch
   monkeypatch.setattr(near, "all_alike", lambda time: not pairs)
   case = Case(T=512, B=2, H=1, d=64, dv=64, rotation="none", dtype="bfloat16", entry="attention")
   gradient, x = in_shard_map(case)
-  kernels = [name for name in ATTENTION if name != "copies"]  # tokens are read as they were given
+  kernels = [name for name in SHORT if name != "copies"]  # tokens are read as they were given
   assert_lowers(gradient, x, *kernels)
   _, rest = inputs(case)
   alone = jax.grad(lambda x: attend(case)(x, rest)["y"].astype(jnp.float32).sum())
@@ -153,7 +158,7 @@ def test_kernels_lower_under_vmap(chunk, rotation):
   x, rest = inputs(case)
   gradient = jax.grad(lambda x: attend(case, chunk=chunk)(x, rest)["y"].astype(jnp.float32).sum())
   stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), x)
-  assert_lowers(jax.vmap(gradient), stacked, *ATTENTION, *SEARCH, *(() if chunk is None else STATES + FAINT))
+  assert_lowers(jax.vmap(gradient), stacked, *SEARCH, *(SHORT if chunk is None else ATTENTION + STATES + FAINT))
 
 
 @pytest.mark.slow
@@ -163,7 +168,7 @@ def test_kernels_lower_where_integers_and_constants_have_64_bits(chunk, rotation
   several_places(monkeypatch)
   case = Case(T=512, B=1, H=1, groups=2, d=64, dv=64, rotation=rotation, dtype="bfloat16", entry="attention")
   with jax.enable_x64(True):
-    assert_lowers(*gradients(case, chunk), *ATTENTION, *SEARCH, *(() if chunk is None else STATES + FAINT))
+    assert_lowers(*gradients(case, chunk), *SEARCH, *(SHORT if chunk is None else ATTENTION + STATES + FAINT))
 
 
 def inside(equation):

@@ -80,7 +80,7 @@ def test_what_comes_later_does_not_change_the_totals_of_tiles_before(interpret, 
 # Tiles that are no power of two; sequences that share a block of the grid, and several blocks; the longest there is.
 @pytest.mark.parametrize("interpret", WHERE)
 @pytest.mark.parametrize(
-  ("shape", "power"), [((3, 2, 3 * TILE), 2), ((5, 3, 8 * TILE), 4), ((1, 1, 64 * TILE), None)], ids=str
+  ("shape", "power"), [((3, 2, 3 * TILE), 2), ((9, 1, 8 * TILE), 4), ((1, 1, 64 * TILE), None)], ids=str
 )
 def test_gates_of_tiles_are_those_of_float64(interpret, shape, power):
   batch, heads, time = shape
@@ -109,7 +109,6 @@ def test_gates_of_tiles_are_those_of_float64(interpret, shape, power):
     return
   np.testing.assert_allclose(found.until_end, np.exp(until / power).reshape(shape), rtol=1e-4, atol=1e-37)
   sizes = np.abs(np.asarray(vectors, np.float32)).max(axis=-1)
-  sizes = np.where(np.isfinite(sizes), sizes, 0).reshape(batch, -1, ROWS, heads).max(axis=2)
   np.testing.assert_array_equal(found.largest, np.swapaxes(sizes, 1, 2))
 
 

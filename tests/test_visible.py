@@ -223,7 +223,7 @@ def test_all_is_read_where_gates_leave_something_of_all(monkeypatch):
   assert np.all(last == 5)
 
 
-def test_a_tile_is_read_by_as_many_as_read_it_with_their_neighbours(monkeypatch):
+def test_a_block_of_the_grid_reads_as_much_as_any_of_its_tiles_and_is_read_by_as_many(monkeypatch):
   random, tile = np.random.default_rng(0), np.arange(12)
   first = random.integers(0, tile + 1, (1, 2, 12))
   monkeypatch.setattr(visible, "reach", lambda *arguments, **options: jnp.asarray(first))
@@ -231,10 +231,10 @@ def test_a_tile_is_read_by_as_many_as_read_it_with_their_neighbours(monkeypatch)
   end = np.zeros((1, 2, 12))
   vectors = [jnp.zeros((1, 12 * TILE, 2, 64), dtype) for dtype in (jnp.float16, jnp.float16, jnp.bfloat16)]
   found, last = found_visible(*vectors, end, 2, monkeypatch)
-  np.testing.assert_array_equal(found, first)
-  of_both = np.repeat(np.min(first.reshape(1, 2, 6, 2), axis=-1), 2, axis=-1)  # the forward kernel begins there
+  expected = np.repeat(np.min(first.reshape(1, 2, 6, 2), axis=-1), 2, axis=-1)
+  np.testing.assert_array_equal(found, expected)
   for m in tile:
-    np.testing.assert_array_equal(last[..., m], np.max(np.where(of_both <= m, tile, 0), axis=-1))
+    np.testing.assert_array_equal(last[..., m], np.max(np.where(expected <= m, tile, 0), axis=-1))
 
 
 @pytest.mark.parametrize("chunk", [4 * TILE, 12 * TILE])

@@ -106,7 +106,7 @@ class Exponents(NamedTuple):
 
 
 class _Gates(NamedTuple):
-  """Of tiles; there may be further ones, of which nothing is known."""
+  """Of tiles; there may be further ones than the sequence has."""
 
   since_start: Float[Array, "B H T"]  # logarithms to base 2
   decay: Float[Array, "B H n"]  # discounts
@@ -122,8 +122,8 @@ def _gates(G: Total) -> tuple[_Gates, Float[Array, "B H T"]]:
   return _Gates(since_start, jnp.exp(end - before)[..., 0], totals), until_end
 
 
-def _gates_of_keys(x: Tokens, settings: Settings) -> tuple[_Gates, Float[Array, "B H T"], Float[Array, "B H spans"]]:
-  """Of keys as they were given: gates, what folds them into keys, and the largest coordinates there are, if finite."""
+def _gates_of_keys(x: Tokens, settings: Settings) -> tuple[_Gates, Float[Array, "B H T"], Float[Array, "B H T"]]:
+  """Of keys as they were given: gates, what folds them into keys, and the largest coordinate of each."""
   power, interpret = settings.power, settings.interpret
   if x.k.shape[1] <= gates.LONGEST:
     found = gates.gates(by_head(x.log_gate), x.k, power, interpret=interpret)
@@ -131,7 +131,7 @@ def _gates_of_keys(x: Tokens, settings: Settings) -> tuple[_Gates, Float[Array, 
     return _Gates(found.since_start, found.decay, found.totals), found.until_end, found.largest
   G, largest = survey(x, settings)
   known, until_end = _gates(G)
-  return known, jnp.exp2(until_end / power), by_head(jnp.where(largest < jnp.inf, largest, 0.0))
+  return known, jnp.exp2(until_end / power), by_head(largest)
 
 
 def _tiles(
@@ -154,7 +154,7 @@ def _ends(known: _Gates) -> tuple[Total, Total]:
 def operands(x: Tokens, settings: Settings, *, with_state: bool, save: bool) -> tuple[Operands, Total | None]:
   """Operands of attention over whole BLOCKs, beside a state or alone, and for gradients or without.
 
-  And all gates, beside a state at least.
+  And the running totals of the gates, but for tokens that are read as they were given.
   """
   short, wide = x.k.shape[1] <= SHORT, x.k.shape[-1] > 64
   if x.rotation is None:
@@ -174,8 +174,9 @@ def _with_given_queries(x: Tokens, settings: Settings) -> Operands:
   room, turned, power, interpret = _room(x.rotation), angles(x.rotation), settings.power, settings.interpret
   if turned is None:
     known, fold, largest = _gates_of_keys(x, settings)
-    # If keys are all 0 queries may be anything below 2 ** 125 then.
-    plain, top = x.k, jnp.max(jnp.minimum(scales.exponent(largest), _MOST_AS_GIVEN), axis=-1)
+    # As `scales.of_keys` has it but for keys that are all 0, whose queries may be anything below 2 ** 125 then.
+    largest = jnp.where(largest < jnp.inf, largest, 0.0)
+    plain, top = x.k, jnp.minimum(scales.exponent(jnp.max(largest, axis=-1)), _MOST_AS_GIVEN)
     exponent, of_all = jnp.zeros(x.k.shape[:-1], jnp.int32), top
     log_scale = jnp.zeros_like(known.since_start)
   else:

@@ -35,7 +35,7 @@ LONG = 4_096  # tokens from which on looking for more to leave out is worth its 
 class Visible(NamedTuple):
   """Of each tile the earliest that it reads, and the latest that reads it; of each head whether it has a state.
 
-  The two tiles of a block of the grid read from where the first of them does.
+  A block of the grid reads from where its first tile does.
   """
 
   first: Int[Array, "B H n"]
@@ -131,19 +131,20 @@ def _faded(before: Total, end: Total, tiles: int) -> Bool[Array, "B H m"]:
 
 def _earliest(x: Tiles, fades: Bool[Array, "B H"], settings: Settings) -> Int[Array, "B H n"]:
   """The earliest tile of all that each reads, of heads that fade; of others the first."""
-  tiles, flags = x.decay.shape[2], fades.astype(jnp.int32)
+  batch, heads, tiles = x.decay.shape
+  flags = fades.astype(jnp.int32)
   found = bounds(*x.vectors(flags), x.v, x.decay, flags, power=settings.power, interpret=settings.interpret)
-  totals = in_whole_rows(x.before, x.end)
-  return reach(found, totals, flags, tiles, left_out=LEFT_OUT, interpret=settings.interpret)
+  far = reach(found, in_whole_rows(x.before, x.end), flags, tiles, left_out=LEFT_OUT, interpret=settings.interpret)
+  # The two tiles of a block of the grid alike.
+  pairs = far.reshape(batch, heads, -1, 2)
+  return jnp.minimum(pairs, pairs[..., ::-1]).reshape(x.decay.shape)
 
 
 def _latest(first: Int[Array, "B H n"], in_chunk: int) -> Int[Array, "B H n"]:
-  """The latest tile that reads each, as its neighbour does, where none reads beyond so many that belong together.
+  """The latest tile that reads each, where none reads beyond so many tiles that belong together.
 
   No later one is read less far: the backward kernel's turns rely on it, and would wait for ever.
   """
-  pairs = first.reshape(*first.shape[:2], -1, 2)
-  first = jnp.minimum(pairs, pairs[..., ::-1]).reshape(first.shape)
   place = jnp.arange(first.shape[2], dtype=jnp.int32).reshape(-1, in_chunk)
   reads = first.reshape(*first.shape[:2], -1, 1, in_chunk) <= place[:, :, None]
   return jnp.max(jnp.where(reads, place[:, None], 0), axis=-1).reshape(first.shape)

@@ -13,8 +13,8 @@ class Keys(NamedTuple):
   fold: Float[Array, "B H T"]
   gate: Float[Array, "B H T"]  # of a query: the discount since its tile began
   pull: Float[Array, "B H T"]  # of a key: the same, less the logarithm of its scale
-  decay: Float[Array, "B H n"]  # the discount across each tile, of n at least
-  first: Int[Array, "B H tiles"]  # the earliest tile that is read; by two that are neighbours, that of either
+  decay: Float[Array, "B H n"]  # the discount across each tile, of which there may be more than of the sequence
+  first: Int[Array, "B H tiles"]  # the earliest tile that is read: by a block of the grid, its first tile's
   totals: Float[Array, "4 B H n"]  # of the log gates before each tile and at its end, high and low each
   top: Int[Array, "B H"] | None = None  # they come as they were given: scaled queries are divided by 2 to this
 

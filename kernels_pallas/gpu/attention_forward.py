@@ -122,10 +122,9 @@ def forward(
   keys = keys._replace(fold=unread, totals=unread) if folding else keys
   narrow, of_rows = jnp.dtype(dtype).itemsize == 2, batch * query_heads
   in_pairs = narrow and not (folding or save_low)  # beside a state y has 32 bits
-  squared = in_pairs and power % 4 == 0  # once rounded
   turns = Turns(of_rows, tiles, blocks=of_rows * tiles)
   if not folding and carried is None and narrow:  # there is room for two places' queries, and outputs
-    turns = Turns.of_few_blocks(of_rows, tiles, multiprocessors(), alike)
+    turns = Turns.of_few_blocks(of_rows, tiles, multiprocessors(), alike, None if wide else heads)
   rooms = 2 if turns.several else 1
   again = pairs - 1 if folding else 0  # tiles of queries whose own keys come discounted, too
 
@@ -143,13 +142,14 @@ def forward(
     def look_up(turn):
       """Where a place is, and what it needs of memory before it begins."""
       row, n = turns.place(item, turn)
-      if turns.several:
-        head, b = (f(row, jnp.int32(batch)) for f in (lax.div, lax.rem))
-      else:
+      if not turns.by_head:
         b, head = (f(row, jnp.int32(query_heads)) for f in (lax.div, lax.rem))
-      kv, tile = lax.div(head, jnp.int32(group)), n * pairs
-      first = jnp.minimum(keys_ref.first[b, kv, tile], keys_ref.first[b, kv, tile ^ 1])
-      return b, head, kv, tile, first, None if keys.top is None else keys_ref.top[b, kv]
+        kv = lax.div(head, jnp.int32(group))
+      else:  # those of one head of keys beside one another
+        kv, rest = (f(row, jnp.int32(batch * group)) for f in (lax.div, lax.rem))
+        b, head = lax.div(rest, jnp.int32(group)), kv * group + lax.rem(rest, jnp.int32(group))
+      tile = n * pairs
+      return b, head, kv, tile, keys_ref.first[b, kv, tile], None if keys.top is None else keys_ref.top[b, kv]
 
     def for_each_place(visit):
       """Visits this block's places by turns; returns how many there were, and how many blocks of keys they had."""
@@ -258,13 +258,9 @@ def forward(
             free(v_freed, j - 1)
           # The barriers: ptxas is short of registers if sums, or scores for their squares, wait for products to be
           # under way, and then it runs one product after another.
-          weights = lax.optimization_barrier(even_power(s, power // 2 if squared else power))
-          if in_pairs:
-            weights = weights.astype(v.dtype)
-          if squared:
-            weights = weights * weights
+          weights = lax.optimization_barrier(even_power(s, power))
           if not folding:
-            weights = weights * across(fold, s.shape)
+            weights = (weights.astype(v.dtype) if in_pairs else weights) * across(fold, s.shape)
           if in_pairs:
             of_block = by_eights_in_pairs(weights)
             added, weights = lax.optimization_barrier((of_block if added is None else added + of_block, weights))

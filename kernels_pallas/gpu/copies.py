@@ -75,9 +75,9 @@ def copies(
 
   With `room` each vector is divided by a power of two, at most 2 ** MOST, so that its largest coordinate is below
   2 ** -room (`tiles.power_of_two`); these coordinates, B H T, without their signs, come after the copies. By
-  2 ** `exponent` all vectors of a head are divided. Heads that
-  are not 1 in `only` get anything, and so do those that are not 1 in `some` of copies that are `of_some`. Nothing is
-  made before there is `after`, so that it takes no memory until then.
+  2 ** `exponent` all vectors of a head are divided. Heads that are not 1 in `only` get anything, and so do those that
+  are not 1 in `some` of copies that are `of_some`. Nothing is made before there is `after`, so that it takes no memory
+  until then.
   """
   batch, time, heads, head_dim = x.shape
   group = 1 if angles is None else heads // angles.since.shape[1]
@@ -87,7 +87,7 @@ def copies(
   several = math.gcd(tiles, 16) if only is not None else tiles_of_a_block(batch * heads, tiles, head_dim)
   slots = min(several, 2)
   exact_already = scale is None and exponent is None and room is None and angles is None
-  assert scale is None or room is None
+  assert room is None or (scale is None and exponent is None)
 
   def largest(x_smem):
     found = [jnp.abs(plgpu.load(x_smem.at[n], layout=WGMMA, optimized=False).astype(f32)) for n in range(parts)]

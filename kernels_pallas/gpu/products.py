@@ -43,6 +43,8 @@ def product(left: Any, right: Any, interpret: Any) -> Float[Array, "rows columns
 
 
 def _begin(left: Any, right: Any) -> Float[Array, "rows columns"]:
+  assert left.dtype == right.dtype
+  assert left.shape == right.shape
   shape, kind = (ROWS, ROWS), _KINDS[jnp.dtype(right.dtype).name]
   wide = min(right.shape[-1], 64)  # columns of a swizzled tile
   ref = plgpu.RefType((plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(2 * wide)))
@@ -62,7 +64,7 @@ def _begin(left: Any, right: Any) -> Float[Array, "rows columns"]:
       llvm.StructType.get_literal([f32] * _SUMS),
       [*lefts, *rights],
       " ".join(["wgmma.fence.sync.aligned;", *steps, "wgmma.commit_group.sync.aligned;"]),
-      ",".join(["=f"] * _SUMS + ["l"] * (len(lefts) + len(rights)) + ["~{memory}"]),
+      ",".join(["=&f"] * _SUMS + ["l"] * (len(lefts) + len(rights)) + ["~{memory}"]),
       has_side_effects=True,
     )
     layout = fragmented_array.WGMMA_LAYOUT_ACC_32BIT

@@ -31,8 +31,6 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 # Of a thread, by how many warpgroups compute beside one that loads. Together they are no more than a block starts with,
 # 65,536 over its threads in whole 8s: a warpgroup that asked for more would wait for ever.
 REGISTERS, LOADING_REGISTERS = {2: 232, 3: 160, 4: 112}, 32
-# Of 1 to 11 that by which blocks of many items have most nearly as much to do, whichever heads are done sooner.
-_SHIFT = 9
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -84,20 +82,17 @@ def fastest(shares: tuple[tuple[int, int], ...], blocks: Callable[[int], int]) -
 
 
 def place_in_grid(
-  item: Int[Array, ""], rows: int, tiles: int, shifted: bool = False
-) -> tuple[Int[Array, ""], Int[Array, ""]]:
+  item: Any, rows: int, tiles: int, by: tuple[Callable[..., Any], ...] = (lax.div, lax.rem)
+) -> tuple[Any, Any]:
   """(the sequence and head, the tile of tokens) of a block of the grid, last tiles first.
 
   A row's tiles follow one another, and only as many rows take part at once as fill the chip: neighbours read the same
-  memory at about the same time, so that it stays in the cache. `shifted`: from each such group of rows to the next one
-  their order goes on by _SHIFT, so that items at equal distances are of different places in it.
+  memory at about the same time, so that it stays in the cache. Numbers are divided `by` what divides their kind.
   """
-  fill = -(-MULTIPROCESSORS // tiles)
+  fill, number = -(-MULTIPROCESSORS // tiles), item.dtype.type
   together = next(n for n in range(min(fill, rows), 0, -1) if rows % n == 0)
-  group, rest = (f(item, jnp.int32(tiles * together)) for f in (lax.div, lax.rem))
-  tile, row = (f(rest, jnp.int32(together)) for f in (lax.div, lax.rem))
-  if shifted:
-    row = lax.rem(row + _SHIFT * group, jnp.int32(together))
+  group, rest = (f(item, number(tiles * together)) for f in by)
+  tile, row = (f(rest, number(together)) for f in by)
   return group * together + row, tiles - 1 - tile
 
 

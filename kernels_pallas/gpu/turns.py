@@ -2,19 +2,21 @@
 
 A place is one or two tiles of queries of one sequence and head, a row. It takes the longer the later it is, so a block
 takes a late one and an early one of the same row, which together are as much in any row if all keys are read. Where
-some heads are read less far back than others, blocks have as much to do if each takes many pairs, of as many heads as
-may be: rows should be in the order of their heads, and then of sequences.
+some heads are read less far back than others, blocks have as much to do only if each takes pairs of about all heads.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
 from kernels_pallas.gpu.tiles import place_in_grid
 
-_MANY = 6  # pairs to a block, of different heads: together they take about as long as any other block's
+_EVEN = 1.05  # times the average is what a block may have to do
+_FORGOTTEN = 0.8  # of the keys, by heads that forget
 
 
 class Turns(NamedTuple):
@@ -24,18 +26,23 @@ class Turns(NamedTuple):
   places: int  # of each
   blocks: int
   paired: bool = False  # late ones by turns with early ones
+  by_head: bool = False  # rows are in the order of their heads, and then of sequences
 
   @classmethod
-  def of_few_blocks(cls, rows: int, places: int, at_once: int, alike: bool) -> "Turns":
-    """So many as run at once if all rows are `alike`, or each has many; else one for each pair: some are done sooner.
+  def of_few_blocks(cls, rows: int, places: int, at_once: int, alike: bool, heads: int | None = None) -> "Turns":
+    """So many as run at once if all rows are `alike`, or can be shared out evenly whichever `heads` forget.
 
-    One for each place, if there would be fewer than run at once, or an odd number in a row, which do not make pairs.
+    Else one for each pair: who has little to do makes room for the next. One for each place, if there would be fewer
+    than run at once, or an odd number in a row, which do not make pairs.
     """
     paired = places % 2 == 0
     items = rows * places // (2 if paired else 1)
     if items < at_once or (places > 1 and not paired):
       return cls(rows, places, rows * places)
-    return cls(rows, places, at_once if alike or items >= _MANY * at_once else items, paired)
+    if alike:
+      return cls(rows, places, at_once, paired)
+    even = paired and heads is not None and _even(rows, places // 2, heads, at_once)
+    return cls(rows, places, at_once if even else items, paired, even)
 
   @property
   def several(self) -> bool:
@@ -60,5 +67,17 @@ class Turns(NamedTuple):
     if not self.paired:
       return place_in_grid(block + turn * self.blocks, self.rows, self.places)
     pair, early = (f(turn, jnp.int32(2)) for f in (lax.div, lax.rem))
-    row, n = place_in_grid(block + pair * self.blocks, self.rows, self.places // 2, shifted=self.several)
+    row, n = place_in_grid(block + pair * self.blocks, self.rows, self.places // 2)
     return row, jnp.where(early > 0, n, self.places - 1 - n)
+
+
+@functools.cache
+def _even(rows: int, pairs: int, heads: int, blocks: int) -> bool:
+  """Whether blocks have as much to do whichever heads forget, rows being in the order of these."""
+  place, items = np.arange(heads), np.arange(rows * pairs)
+  some = np.stack([place % 2 == 0, place % 3 == 0, place % 4 == 0, place < heads // 2, place == heads // 2])
+  reads = 1 - _FORGOTTEN * np.concatenate([some, ~some])
+  row, _ = place_in_grid(items, rows, pairs, by=(np.floor_divide, np.remainder))
+  work = np.pad(reads[:, row // (rows // heads)], ((0, 0), (0, -len(items) % blocks)))
+  of_blocks = work.reshape(len(work), -1, blocks).sum(axis=1)
+  return bool(np.all(of_blocks <= _EVEN * of_blocks.mean(axis=1, keepdims=True)))
