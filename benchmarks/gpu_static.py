@@ -30,7 +30,7 @@ import csympow
 
 TOKENS, HEADS = 65_536, 12
 # What XLA wants to know of a chip that is not here: an H100's.
-_CHIP = """
+CHIP = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
   shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
@@ -59,7 +59,7 @@ class Kernel(NamedTuple):
 def compile_call(length: int, power: int, head_dim: int, form: str, rotated: bool, directory: Path) -> None:
   """Compiles a call and its gradients; Mosaic leaves what ptxas wrote in the directory."""
   os.environ |= {"MOSAIC_GPU_DUMP_TO": str(directory), "MOSAIC_GPU_DUMP_PTXAS": "1"}
-  device = topologies.get_topology_desc(platform="cuda", target_config=_CHIP, topology="1x1x1").devices[0]
+  device = topologies.get_topology_desc(platform="cuda", target_config=CHIP, topology="1x1x1").devices[0]
   lead, place = (max(1, TOKENS // length), length, HEADS), SingleDeviceSharding(device)
   vector = jax.ShapeDtypeStruct((*lead, head_dim), jnp.bfloat16, sharding=place)
   number = jax.ShapeDtypeStruct(lead, jnp.float32, sharding=place)

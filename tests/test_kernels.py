@@ -109,26 +109,57 @@ def inputs_about(mean, case):
   return (x | {"S": x["S"] + mean * x["Z"][..., None]} if "S" in x else x), rest
 
 
-@gpu
-@pytest.mark.parametrize("case", [*CASES, *WITH_STATE, *STATE_AND_SEGMENTS, *WIDE_WITH_STATE, *NARROW], ids=str)
-def test_kernels_are_right_on_the_chip(case):
+ATTENTION_CASES = [*CASES, *WITH_STATE, *STATE_AND_SEGMENTS, *WIDE_WITH_STATE, *NARROW]
+CHUNKED_CASES = [*CHUNKED, *CHUNKED_WITH_STATE, *WIDE, *STATE_AND_SEGMENTS, *NARROW]
+
+
+def alone(x, w, rest, case, **options):
+  """A call by kernels; there is no gradient of its results' sum weighted by w."""
+  del w
+  return comparing.call(x, rest, entry=case.entry, implementation="pallas", **options)
+
+
+def both_ways(x, w, rest, case, **options):
+  """The same with the gradient."""
+  return comparing.with_gradients(lambda x: alone(x, w, rest, case, **options), x, w)
+
+
+def assert_right(results, expected, *, tolerance, of_rotations):
+  """Rotations' gradients are the rest of sums that cancel."""
+  results = dict(results)
+  turned = {name: results.pop(name) for name in ("dbeta",) if name in results}
+  assert_results_close(results, expected, tolerance)
+  assert_results_close(turned, expected, of_rotations)
+
+
+def assert_attention_right(results, expected, case):
+  assert_right(results, expected, tolerance=TOLERANCE[case.dtype], of_rotations=7e-3)
+
+
+def assert_chunked_right(results, expected, case):
+  """All that a single token gets from a state is the rest of such sums, too."""
+  tolerance = TOLERANCE[case.dtype] if case.entry == "attention" else 8e-3
+  assert_right(results, expected, tolerance=tolerance, of_rotations=8e-3)
+
+
+def run_on_chip(call, case, **options):
+  """The call's results; what is not differentiated is known when it is traced."""
   x, rest = inputs(case)
-  options = {"entry": case.entry, "power": case.power, "form": "attention", "implementation": "pallas"}
-  run = jax.jit(lambda x, w: comparing.with_gradients(lambda x: comparing.call(x, rest, **options), x, w))
-  results, expected = run(x, cotangents(case)), reference(case)
-  tolerances = {"dbeta": 7e-3}  # a rotation's gradient is the rest of sums that cancel
-  for name in tolerances.keys() & results.keys():
-    assert_results_close({name: results.pop(name)}, {name: expected[name]}, tolerances[name])
-  assert_results_close(results, expected, TOLERANCE[case.dtype])
+  return jax.jit(functools.partial(call, rest=rest, case=case, **options))(x, cotangents(case))
+
+
+@gpu
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_kernels_are_right_on_the_chip(case):
+  results = run_on_chip(both_ways, case, form="attention", power=case.power)
+  assert_attention_right(results, reference(case), case)
 
 
 @gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_pass_without_gradients_is_right_on_the_chip(case):
-  x, rest = inputs(case)
-  options = {"entry": case.entry, "power": case.power, "form": "attention", "implementation": "pallas"}
-  y = jax.jit(functools.partial(comparing.call, rest=rest, **options))(x)["y"]
-  comparing.assert_close(y, reference(case)["y"], TOLERANCE[case.dtype], "y")
+  results = run_on_chip(alone, case, form="attention", power=case.power)
+  assert_attention_right(results, reference(case), case)
 
 
 @gpu
@@ -172,17 +203,10 @@ def test_rotated_places_by_turns_are_right_on_the_chip(dtype):
 
 @gpu
 @pytest.mark.parametrize("chunk", [256, 1024])
-@pytest.mark.parametrize("case", [*CHUNKED, *CHUNKED_WITH_STATE, *WIDE, *STATE_AND_SEGMENTS, *NARROW], ids=str)
+@pytest.mark.parametrize("case", CHUNKED_CASES, ids=str)
 def test_chunked_kernels_are_right_on_the_chip(case, chunk):
-  x, rest = inputs(case)
-  options = {"power": 2, "form": "chunked", "chunk_size": chunk, "implementation": "pallas"}
-  call = functools.partial(comparing.call, rest=rest, entry=case.entry, **options)
-  results = jax.jit(lambda x, w: comparing.with_gradients(call, x, w))(x, cotangents(case))
-  expected = reference(case)
-  # A rotation's gradient is the rest of sums that cancel, and so is all that a single token gets from a state.
-  turned = {name: results.pop(name) for name in ("dbeta",) if name in results}
-  assert_results_close(results, expected, TOLERANCE[case.dtype] if case.entry == "attention" else 8e-3)
-  assert_results_close(turned, {name: expected[name] for name in turned}, 8e-3)
+  results = run_on_chip(both_ways, case, form="chunked", power=2, chunk_size=chunk)
+  assert_chunked_right(results, reference(case), case)
 
 
 def chunked_results(x, rest, weights, entry):
@@ -352,6 +376,19 @@ def test_a_pass_without_gradients_is_right_in_the_interpreter_and_race_free(case
   monkeypatch.setattr(attention_forward, "multiprocessors", lambda: 1)
   y = attend(case, plgpu.InterpretGPUParams(detect_races=True))(*inputs(case))["y"]
   comparing.assert_close(y, reference(case)["y"], TOLERANCE[case.dtype], "y")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("power", [2, 4, 8])
+def test_queries_that_are_near_no_key_get_what_far_tiles_have_as_exactly(power):
+  case = Case(
+    T=512, B=1, H=1, d=32, dv=32, power=power, gate="weak", rotation="none", dtype="bfloat16", entry="attention"
+  )
+  random, (x, rest) = np.random.default_rng(0), inputs(case)
+  x |= {name: jnp.asarray(random.normal(size=x[name].shape), jnp.bfloat16) for name in ("q", "k", "v")}
+  y = attend(case, plgpu.InterpretGPUParams())(x, rest)["y"]
+  exact = comparing.quadratic_results(x, rest, cotangents(case), power=power)["y"]
+  comparing.assert_close(y, exact, 3.5e-3, "y")
 
 
 @pytest.mark.slow
