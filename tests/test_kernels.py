@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import csympow
-from csympow.forms import fused_chunked, near
+from csympow.forms import fused_chunked, near, near_backward
 from csympow.forms.spans import Settings
 from kernels_pallas.gpu import attention_forward
 from kernels_pallas.gpu.tiles import BLOCK, TILE
@@ -479,7 +479,7 @@ def test_a_chunked_pass_without_gradients_is_right_on_the_chip(case):
 def test_whether_the_gradient_of_rates_is_asked_for_does_not_depend_on_who_else_asked(remat, monkeypatch):
   case = Case(T=256, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
   x, rest = inputs(case)
-  lost = comparing.recorded(monkeypatch, near, "way_back")
+  lost = comparing.recorded(monkeypatch, near_backward, "way_back")
 
   def call(q, rates):
     return attend(case)(x | {"q": q}, rest | {"rates": rates})["y"]
