@@ -72,7 +72,7 @@ def with_backward(function):
 
 
 def milliseconds(compiled, *arrays) -> float:
-  """Of a launch, in a group of them that takes 20 ms at least."""
+  """Of a launch, in a group of them that takes about 20 ms, or one that takes longer."""
 
   def run(times: int) -> float:
     start = time.perf_counter()

@@ -1,11 +1,14 @@
-"""The cases of tests/test_kernels.py, compiled on a host without a GPU and run on one that was lent for minutes.
+"""Most cases of tests/test_kernels.py, compiled on a host without a GPU and run on one that was lent for minutes.
 
-    python -m tests.ahead compile DIR attention    # with what benchmarks/gpu_static.py needs; or alone, or chunked
-    python -m tests.ahead run DIR                  # on a Hopper GPU, with the same version of JAX
+    JAX_PLATFORMS=cpu python -m tests.ahead compile DIR attention    # or alone, or chunked
+    python -m tests.ahead run DIR                                    # on a Hopper GPU, with the same version of JAX
+
+The first needs what benchmarks/gpu_static.py does.
 
 A case takes some 20 s to compile, a chunked one 60, of one core, and less than 0.1 s on the chip. A program comes with
 some of the numbers that float64 has in its place; inputs are made again. What is traced is what a jitted function finds
-whose rates and documents are arguments. `compile` goes on where it stopped, and `--part=0/2` is the half of it.
+whose rates and documents are arguments. Chunked cases have chunks of 256 or of 1,024. `compile` goes on where it
+stopped, for kernels that have not changed since, and `--part=0/2` is the half of it.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import concurrent.futures
 import functools
 import hashlib
 import lzma
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -50,8 +54,16 @@ def some(x):
   return x if x.size <= SOME else x[np.random.default_rng(x.size).integers(0, x.size, SOME)]
 
 
+@functools.cache
+def version():
+  """Of all that is compiled."""
+  root = Path(test_kernels.__file__).parents[1]
+  sources = sorted(path for part in ("csympow", "kernels_pallas") for path in (root / part).rglob("*.py"))
+  return hashlib.sha256(b"".join([jax.__version__.encode(), *(path.read_bytes() for path in sources)])).hexdigest()
+
+
 def file_of(directory, name):
-  return directory / hashlib.sha256(name.encode()).hexdigest()[:16]
+  return directory / f"{hashlib.sha256((name + version()).encode()).hexdigest()[:16]}.program"
 
 
 def compile_all(directory, kind, part):
@@ -72,30 +84,34 @@ def compile_all(directory, kind, part):
       compiled = run.lower(*jax.tree.map(shape, (x, cotangents(case), rest))).compile()
       expected = jax.tree.map(some, test_kernels.reference(case))
     saved = name, serialize_executable.serialize(compiled), expected
-    file_of(directory, name).write_bytes(lzma.compress(pickle.dumps(saved), preset=1))
+    unfinished = file_of(directory, name).with_suffix(".part")
+    unfinished.write_bytes(lzma.compress(pickle.dumps(saved), preset=1))
+    os.replace(unfinished, file_of(directory, name))
     print(name, flush=True)
 
 
 def run_all(directory):
-  """Prints what is not right; whether all is."""
+  """Prints what is not right; whether there is something, and all is."""
   known = programs()
 
   def check(path):
-    name, (program, arguments, results), expected = pickle.loads(lzma.decompress(path.read_bytes()))
-    _, _, case, assert_right = known[name]
-    x, rest = inputs(case)
-    run = serialize_executable.deserialize_and_load(program, arguments, results)
+    name = path.name
     try:
+      name, (program, arguments, results), expected = pickle.loads(lzma.decompress(path.read_bytes()))
+      assert path == file_of(directory, name), "compiled of other kernels than are here, or by another JAX"
+      _, _, case, assert_right = known[name]
+      x, rest = inputs(case)
+      run = serialize_executable.deserialize_and_load(program, arguments, results, execution_devices=jax.devices()[:1])
       assert_right(jax.tree.map(some, run(x, cotangents(case), rest)), expected, case)
-    except AssertionError as error:
-      return f"{name}: {error}"
-    return None
+    except Exception as error:  # whatever it is, the others are still to be seen
+      print(f"{name}: {error!r}", flush=True)
+      return False
+    return True
 
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
-    wrong = list(pool.map(check, sorted(directory.iterdir())))
-  print(*filter(None, wrong), sep="\n")
-  print(f"{sum(x is None for x in wrong)} of {len(wrong)} are right")
-  return not any(wrong)
+    right = list(pool.map(check, sorted(directory.glob("*.program"))))
+  print(f"{sum(right)} of {len(right)} are right")
+  return bool(right) and all(right)
 
 
 def main():

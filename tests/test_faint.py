@@ -178,6 +178,7 @@ def test_heads_that_are_read_without_states_read_all_that_they_can_see(gates):
   seen = visible.Visible(jnp.asarray(inside), None, had_state)
   found = visible.without_states(seen, Total(jnp.float32(end), jnp.zeros_like(end, jnp.float32)), heads)
   np.testing.assert_array_equal(found.has_state, [[0, 1, 0], [1, 0, 0]])
+  assert np.all(found.first[..., ::2] <= found.first[..., 1::2])  # a block of two tiles begins where its first does
   before = np.pad(end[..., :-1], ((0, 0), (0, 0), (1, 0)))
   for b, h, n in np.ndindex(*end.shape):
     seen_by = [m for m in range(n) if before[b, h, n] - end[b, h, m] > INVISIBLE / LOG2E] + [n]

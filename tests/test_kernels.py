@@ -13,7 +13,7 @@ import pytest
 import csympow
 from csympow.forms import fused_chunked, near, near_backward
 from csympow.forms.spans import Settings
-from kernels_pallas.gpu import attention_forward
+from kernels_pallas.gpu import attention_forward, turns
 from kernels_pallas.gpu.tiles import BLOCK, TILE
 from tests import comparing
 from tests.comparing import Case, assert_results_close, cotangents, inputs
@@ -185,6 +185,7 @@ def test_kernels_with_discounted_copies_of_keys_are_right_on_the_chip(d, power, 
     {"T": 1024, "B": 40, "H": 2, "d": 64, "dv": 32, "power": 4},
     {"T": 700, "B": 1, "H": 1, "groups": 2, "d": 128, "dv": 128},
     {"T": 4096, "B": 6, "H": 3, "d": 64, "dv": 64},  # so many that a block has a late place and an early one
+    {"T": 4096, "B": 16, "H": 4, "groups": 3, "d": 64, "dv": 64},  # and of so many heads that it has many pairs
     {"T": 5000, "B": 1, "H": 3, "d": 128, "dv": 128},
   ],
   ids=str,
@@ -393,9 +394,12 @@ def test_queries_that_are_near_no_key_get_what_far_tiles_have_as_exactly(power):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_races")
-def test_a_late_place_and_an_early_one_are_right_in_the_interpreter_and_race_free(monkeypatch):
+@pytest.mark.parametrize("even", [True, False])  # whether one block takes all pairs, head by head, or each has its own
+def test_a_late_place_and_an_early_one_are_right_in_the_interpreter_and_race_free(even, monkeypatch):
   monkeypatch.setattr(near, "all_alike", lambda time: False)
-  case = Case(T=500, B=2, H=1, d=64, dv=32, power=4, rotation="none", dtype="bfloat16", entry="attention")
+  monkeypatch.setattr(turns, "_even", lambda *arguments: even)
+  sizes = {"T": 500, "B": 2, "H": 2, "groups": 2, "d": 32, "dv": 32, "power": 4}
+  case = Case(**sizes, rotation="none", dtype="bfloat16", entry="attention")
   test_kernels_are_right_in_the_interpreter_and_race_free(case, monkeypatch)
 
 

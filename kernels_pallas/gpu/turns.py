@@ -73,9 +73,9 @@ class Turns(NamedTuple):
 
 @functools.cache
 def _even(rows: int, pairs: int, heads: int, blocks: int) -> bool:
-  """Whether blocks have as much to do whichever heads forget, rows being in the order of these."""
+  """Whether blocks have as much to do where any head forgets or all others do, or many; rows are in their order."""
   place, items = np.arange(heads), np.arange(rows * pairs)
-  some = np.stack([place % 2 == 0, place % 3 == 0, place % 4 == 0, place < heads // 2, place == heads // 2])
+  some = np.stack([place % 2 == 0, place % 3 == 0, place % 4 == 0, place < heads // 2, *np.eye(heads, dtype=bool)])
   reads = 1 - _FORGOTTEN * np.concatenate([some, ~some])
   row, _ = place_in_grid(items, rows, pairs, by=(np.floor_divide, np.remainder))
   work = np.pad(reads[:, row // (rows // heads)], ((0, 0), (0, -len(items) % blocks)))
