@@ -394,13 +394,22 @@ def test_queries_that_are_near_no_key_get_what_far_tiles_have_as_exactly(power):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_races")
-@pytest.mark.parametrize("even", [True, False])  # whether one block takes all pairs, head by head, or each has its own
-def test_a_late_place_and_an_early_one_are_right_in_the_interpreter_and_race_free(even, monkeypatch):
+def test_a_late_place_and_an_early_one_are_right_in_the_interpreter_and_race_free(monkeypatch):
   monkeypatch.setattr(near, "all_alike", lambda time: False)
-  monkeypatch.setattr(turns, "_even", lambda *arguments: even)
-  sizes = {"T": 500, "B": 2, "H": 2, "groups": 2, "d": 32, "dv": 32, "power": 4}
-  case = Case(**sizes, rotation="none", dtype="bfloat16", entry="attention")
+  monkeypatch.setattr(turns, "_even", lambda *arguments: False)  # each block has a pair of its own
+  case = Case(T=500, B=2, H=1, d=64, dv=32, power=4, rotation="none", dtype="bfloat16", entry="attention")
   test_kernels_are_right_in_the_interpreter_and_race_free(case, monkeypatch)
+
+
+@pytest.mark.slow
+def test_pairs_of_places_that_a_block_takes_head_by_head_are_right_in_the_interpreter(monkeypatch):
+  monkeypatch.setattr(near, "all_alike", lambda time: False)
+  monkeypatch.setattr(attention_forward, "multiprocessors", lambda: 1)
+  monkeypatch.setattr(turns, "_even", lambda *arguments: True)
+  sizes = {"T": 500, "B": 2, "H": 2, "groups": 2, "d": 32, "dv": 32}
+  case = Case(**sizes, gate="weak", rotation="none", dtype="bfloat16", entry="attention")
+  y = attend(case, plgpu.InterpretGPUParams())(*inputs(case))["y"]
+  comparing.assert_close(y, reference(case)["y"], TOLERANCE[case.dtype], "y")
 
 
 @pytest.mark.parametrize(("case", "chunk"), INTERPRETED_CHUNKS, ids=str)
