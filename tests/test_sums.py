@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from csympow import prefix
-from kernels_pallas.gpu import running
+from kernels_pallas.gpu import readers
 from kernels_pallas.gpu.gates import gates
 from kernels_pallas.gpu.running import totals, totals_and_sizes
 from kernels_pallas.gpu.scan import scan
@@ -53,7 +53,7 @@ def test_totals_of_small_and_large_numbers(interpret, value):
 @pytest.mark.parametrize("interpret", WHERE)
 @pytest.mark.parametrize(("time", "head_dim", "dtype"), [(448, 32, jnp.bfloat16), (64, 128, jnp.float16)])
 def test_sizes_of_vectors_are_found_beside_totals(interpret, time, head_dim, dtype, monkeypatch):
-  monkeypatch.setattr(running, "multiprocessors", lambda: 2)  # several turns for each reader
+  monkeypatch.setattr(readers, "multiprocessors", lambda: 2)  # several turns for each reader
   random = np.random.default_rng(0)
   x = jnp.float32(-random.uniform(size=(2, 3, time)))
   vectors = random.normal(size=(2, time, 3, head_dim)) * np.exp2(random.integers(-10, 10, (2, time, 3, 1)))

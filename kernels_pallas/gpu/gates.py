@@ -5,9 +5,6 @@
 
 and the totals of natural logarithms before each tile and at its end. A sequence is no longer than the 64 tiles of a
 block of the grid, so nothing need be known of it before; `running.py` has longer ones.
-
-    warpgroup 0   sums up 64 tiles, of one sequence or of several
-    3 others      read vectors, if there are any, 64 tokens of a head by turns
 """
 
 from typing import Any, NamedTuple
@@ -19,17 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from kernels_pallas.gpu.running import (
-  READERS,
-  REGISTERS,
-  blocks_of,
-  find_largest,
-  memory_of_sums,
-  memory_of_vectors,
-  ones_until_each,
-  row_sums,
-  totals_in_tiles,
-)
+from kernels_pallas.gpu.readers import run_beside_readers
+from kernels_pallas.gpu.running import memory_of_sums, ones_until_each, row_sums, totals_in_tiles
 from kernels_pallas.gpu.tiles import ROWS, TILE, WGMMA, down, index, varying_as
 from kernels_pallas.sums import add_pairs
 from kernels_pallas.weights import LOG2E
@@ -63,31 +51,6 @@ def gates(
   count = batch * heads * in_sequence
   tiles = jnp.pad(whole.reshape(count, TILE), ((0, -count % ROWS), (0, 0)))
   shape, f32 = (ROWS, TILE), jnp.float32
-  summing = tiles.shape[0] // ROWS
-  blocks = blocks_of(summing, vectors)
-
-  def kernel(x_ref, ones_ref, *refs):
-    if vectors is None:
-      sum_up(x_ref, ones_ref, *refs)
-      return
-    vectors_ref, *outputs, largest_ref = refs[:6]
-    *memory, vectors_smem, vectors_filled = refs[6:]
-    thread = lax.axis_index("thread")
-
-    @pl.when((thread == 0) & (lax.axis_index("block") < summing))
-    def _():
-      plgpu.set_max_registers(REGISTERS[0], action="increase")
-      sum_up(x_ref, ones_ref, *outputs, *memory)
-
-    @pl.when(thread > 0)
-    def _():
-      plgpu.set_max_registers(REGISTERS[1], action="decrease")
-
-      def keep(b, part, head, largest):
-        # All 64: their maximum would go by way of memory that all three readers share.
-        largest_ref[b, head, pl.ds(part * ROWS, ROWS)] = largest
-
-      find_largest(vectors_ref, vectors_smem, vectors_filled, thread - 1, blocks, keep)
 
   def sum_up(x_ref, ones_ref, since_ref, until_ref, decay_ref, totals_ref, ends_smem, *memory):
     pieces_smem, ones_smem, filled = memory
@@ -114,24 +77,16 @@ def gates(
   by_token = jax.ShapeDtypeStruct(tiles.shape, f32)
   by_tile = jax.ShapeDtypeStruct(tiles.shape[:1], f32)
   of_totals = jax.ShapeDtypeStruct((4, *by_tile.shape), f32)
-  arrays, outputs = [tiles, ones_until_each()], [by_token, by_token, by_tile, of_totals]
-  scratch = [plgpu.SMEM((2, ROWS), f32), *memory_of_sums()]
-  threads: dict[str, Any] = {}
-  if vectors is not None:
-    arrays.append(vectors)
-    outputs.append(jax.ShapeDtypeStruct((batch, heads, time), f32))
-    scratch += memory_of_vectors(vectors)
-    threads = {"num_threads": 1 + READERS, "thread_name": "thread"}
-  found = plgpu.kernel(
-    kernel,
-    out_type=outputs,
-    scratch_types=scratch,
-    grid=(blocks,),
-    grid_names=("block",),
+  found = run_beside_readers(
+    sum_up,
+    [tiles, ones_until_each()],
+    vectors,
+    outputs=[by_token, by_token, by_tile, of_totals],
+    scratch=[plgpu.SMEM((2, ROWS), f32), *memory_of_sums()],
+    blocks=tiles.shape[0] // ROWS,
+    name="gates",
     interpret=interpret,
-    kernel_name="gates",
-    **threads,
-  )(*arrays)
+  )
   *found, largest = varying_as(log_gate, found if vectors is not None else [*found, None])
   since_start, until_end = (x[:count].reshape(whole.shape)[..., :time] for x in found[:2])
   by_sequence = (batch, heads, in_sequence)

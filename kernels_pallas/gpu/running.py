@@ -5,13 +5,9 @@
 
 Inside a tile of 128 tokens a total is a product with a triangle of ones: what is added are bfloat16s, three of which
 make a float32. To it comes the sum of all tiles before it in its sequence, whose own sums are given.
-
-    warpgroup 0   sums up 64 tiles, of one sequence or of several
-    3 others      read vectors, if there are any, 64 tokens of a head by turns
+One warpgroup sums up 64 tiles, of one sequence or of several; others may read vectors meanwhile (`readers.py`).
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, BFloat16, Bool, Float, Int
+from jaxtyping import Array, BFloat16, Bool, Float
 
+from kernels_pallas.gpu.readers import run_beside_readers
 from kernels_pallas.gpu.tiles import (
   ROWS,
   TILE,
@@ -29,8 +26,6 @@ from kernels_pallas.gpu.tiles import (
   across,
   down,
   index,
-  multiprocessors,
-  place_in_ring,
   rounded,
   shared,
   varying_as,
@@ -40,8 +35,6 @@ from kernels_pallas.sums import Pair, add_pairs, two_sum
 _PIECES = 3  # bfloat16s that make a float32
 # Added to a number below 2 and taken away again it leaves a multiple of 2 ** -15; a float32 holds any sum of 128 such.
 _GRID = 384.0
-REGISTERS = 232, 88  # of a thread that sums up and of one that reads: together no more than a block starts with
-READERS, _BYTES = 3, 72 * 1024  # of vectors, and what is on its way to them together
 
 
 def totals(x: Float[Array, "B H T"], *, interpret: Any = None) -> tuple[Float[Array, "B H T"], Float[Array, "B H T"]]:
@@ -54,7 +47,6 @@ def totals_and_sizes(
   x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"], *, interpret: Any = None
 ) -> tuple[Float[Array, "B H T"], Float[Array, "B H T"], Float[Array, "B H T"]]:
   """The same, and the largest coordinate of each vector, without its sign; of whole ROWS of tokens."""
-  assert x.shape[2] % ROWS == 0
   high, low, largest = _run(x, vectors, interpret)
   return high, low, largest
 
@@ -68,29 +60,6 @@ def _run(x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"] | None, inte
   tiles = jnp.pad(whole.reshape(count, TILE), ((0, -count % ROWS), (0, 0)))
   ends = lax.reduce((tiles, jnp.zeros_like(tiles)), (jnp.float32(0),) * 2, add_pairs, (1,))
   shape, f32 = (ROWS, TILE), jnp.float32
-  summing = tiles.shape[0] // ROWS
-  blocks = blocks_of(summing, vectors)
-
-  def kernel(x_ref, high_ref, low_ref, ones_ref, *refs):
-    if vectors is None:
-      sum_up(x_ref, high_ref, low_ref, ones_ref, *refs)
-      return
-    vectors_ref, out_high_ref, out_low_ref, largest_ref, *scratch, vectors_smem, vectors_filled = refs
-    thread = lax.axis_index("thread")
-
-    @pl.when((thread == 0) & (lax.axis_index("block") < summing))
-    def _():
-      plgpu.set_max_registers(REGISTERS[0], action="increase")
-      sum_up(x_ref, high_ref, low_ref, ones_ref, out_high_ref, out_low_ref, *scratch)
-
-    @pl.when(thread > 0)
-    def _():
-      plgpu.set_max_registers(REGISTERS[1], action="decrease")
-
-      def keep(b, part, head, largest):
-        largest_ref[b, head, pl.ds(part * ROWS, ROWS)] = largest
-
-      find_largest(vectors_ref, vectors_smem, vectors_filled, thread - 1, blocks, keep)
 
   def sum_up(x_ref, high_ref, low_ref, ones_ref, out_high_ref, out_low_ref, pieces_smem, ones_smem, filled):
     plgpu.copy_gmem_to_smem(ones_ref, ones_smem, filled)
@@ -122,25 +91,16 @@ def _run(x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"] | None, inte
     out_high_ref[pl.ds(first, ROWS), :] = high
     out_low_ref[pl.ds(first, ROWS), :] = low
 
-  outputs = [jax.ShapeDtypeStruct(tiles.shape, f32)] * 2
-  scratch = memory_of_sums()
-  arrays = [tiles, *ends, ones_until_each()]
-  threads: dict[str, Any] = {}
-  if vectors is not None:
-    arrays.append(vectors)
-    outputs.append(jax.ShapeDtypeStruct(x.shape, f32))
-    scratch += memory_of_vectors(vectors)
-    threads = {"num_threads": 1 + READERS, "thread_name": "thread"}
-  found = plgpu.kernel(
-    kernel,
-    out_type=outputs,
-    scratch_types=scratch,
-    grid=(blocks,),
-    grid_names=("block",),
+  found = run_beside_readers(
+    sum_up,
+    [tiles, *ends, ones_until_each()],
+    vectors,
+    outputs=[jax.ShapeDtypeStruct(tiles.shape, f32)] * 2,
+    scratch=memory_of_sums(),
+    blocks=tiles.shape[0] // ROWS,
+    name="totals" if vectors is None else "totals_and_sizes",
     interpret=interpret,
-    kernel_name="totals" if vectors is None else "totals_and_sizes",
-    **threads,
-  )(*arrays)
+  )
   halves = [half[:count].reshape(whole.shape)[..., :time] for half in found[:2]]
   result: list[Array] = varying_as(x, [*halves, *found[2:]])
   return result
@@ -181,59 +141,6 @@ def totals_in_tiles(x: Float[Array, "rows tile"], pieces_smem: Any, ones_smem: A
   accumulator = plgpu.ACC((ROWS, TILE), jnp.float32)
   inside = pl.run_scoped(products, accumulator, accumulator)
   return two_sum(*(down(unit, x.shape) * part for part in inside))
-
-
-def memory_of_vectors(vectors: Float[Array, "B T H d"]) -> list[Any]:
-  """Shared memory of `find_largest`, for all readers."""
-  head_dim, kind = vectors.shape[-1], vectors.dtype
-  slots = max(1, _BYTES // (READERS * ROWS * head_dim * kind.itemsize))
-  return [shared((READERS, slots, ROWS, head_dim), kind), plgpu.Barrier(num_barriers=READERS * slots)]
-
-
-def find_largest(
-  vectors_ref: Any, smem: Any, filled: Any, reader: Int[Array, ""], blocks: int, keep: Callable[..., None]
-) -> None:
-  """One of READERS of `blocks` blocks has some vectors come, and keeps the largest coordinate of each.
-
-  `keep` is given the sequence, which 64 tokens of it, the head, and the 64 coordinates, without their signs.
-  """
-  batch, time, heads, _ = vectors_ref.shape
-  slots, smem = smem.shape[1], smem.at[reader]
-  turns, step = batch * heads * (time // ROWS), READERS * blocks
-  first = reader * blocks + lax.axis_index("block")
-
-  def place(n: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
-    """(sequence, tokens, head) of the n-th turn: those of all heads lie side by side."""
-    row, head = (f(first + n * step, jnp.int32(heads)) for f in (lax.div, lax.rem))
-    b, part = (f(row, jnp.int32(time // ROWS)) for f in (lax.div, lax.rem))
-    return b, part, head
-
-  def fetch(n: Int[Array, ""]) -> None:
-    slot, (b, part, head) = place_in_ring(n, slots), place(n)
-    source = vectors_ref.at[b, pl.ds(part * ROWS, ROWS), head]
-    plgpu.copy_gmem_to_smem(source, smem.at[slot], filled.at[reader * slots + slot])
-
-  def find(n: Int[Array, ""], none: None) -> None:
-    slot = place_in_ring(n, slots)
-    plgpu.barrier_wait(filled.at[reader * slots + slot])
-    vector = plgpu.load(smem.at[slot], layout=WGMMA, optimized=False).astype(jnp.float32)
-    plgpu.commit_smem()  # all have read it
-    pl.when(n + slots < mine)(lambda: fetch(n + slots))
-    keep(*place(n), jnp.abs(vector).max(axis=1))
-    return none
-
-  mine = lax.div(turns - first + step - 1, jnp.int32(step))
-  for n in range(slots):
-    pl.when(n < mine)(functools.partial(fetch, jnp.int32(n)))
-  lax.fori_loop(0, mine, find, None)
-
-
-def blocks_of(summing: int, vectors: Float[Array, "B T H d"] | None) -> int:
-  """Of a grid in which so many blocks sum up, and all read vectors."""
-  if vectors is None:
-    return summing
-  batch, time, heads, _ = vectors.shape
-  return max(summing, min(multiprocessors(), -(-batch * heads * (time // ROWS) // READERS)))
 
 
 def row_sums(pair: Pair, counts: Bool[Array, "rows columns"]) -> tuple[Array, Array]:
