@@ -362,6 +362,21 @@ def recorded(monkeypatch):
   return found
 
 
+@pytest.mark.usefixtures("long")
+def test_what_is_left_out_does_not_depend_on_how_long_keys_are():
+  settings = Settings(2, 512, TILE, TILE, "high", interpret=QUICKLY)
+  x, _ = comparing.inputs(Case(T=512, B=1, H=1, d=32, dv=32, rotation="none", dtype="bfloat16", entry="attention"))
+
+  def first(scale):
+    tokens = near.Tokens(x["q"][:, :, :, None], x["k"] * jnp.bfloat16(scale), x["v"], 4 * x["log_gate"], None)
+    return near.operands(tokens, settings, with_state=False, save=False)[0].keys.first
+
+  expected = first(1.0)
+  assert np.any(expected > 0)
+  np.testing.assert_array_equal(first(2.0**40), expected)  # float16 would not hold them
+  np.testing.assert_array_equal(first(2.0**-40), expected)
+
+
 @pytest.mark.slow
 def test_nothing_is_added_to_heads_without_a_state():
   case = Case(T=256, B=2, H=1, groups=2, d=32, dv=32, rotation="none", dtype="bfloat16", entry="attention")
