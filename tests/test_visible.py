@@ -374,7 +374,6 @@ def test_what_is_left_out_does_not_depend_on_how_long_keys_are():
   expected = first(1.0)
   assert np.any(expected > 0)
   np.testing.assert_array_equal(first(2.0**40), expected)  # float16 would not hold them
-  np.testing.assert_array_equal(first(2.0**-40), expected)
 
 
 @pytest.mark.slow
