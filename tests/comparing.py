@@ -293,6 +293,20 @@ def turns_apart(a, b):
   return float(np.max(np.abs((a - b + 0.5) % 1.0 - 0.5)))
 
 
+def nearly_orthogonal(cosine, T, d, dtype, seed=0):
+  """Queries at an angle of about acos(cosine) to every key: keys near a hyperplane that has the queries as normal."""
+  rng = np.random.default_rng(seed)
+  q = np.zeros((1, T, 1, d))
+  q[..., 0] = rng.choice([-1.0, 1.0], (1, T, 1)) * rng.uniform(0.5, 2.0, (1, T, 1))
+  k = rng.normal(size=(1, T, 1, d))
+  k /= np.linalg.norm(k[..., 1:], axis=-1, keepdims=True)
+  k[..., 0] = cosine * rng.uniform(0.5, 1.5, (1, T, 1)) * rng.choice([-1.0, 1.0], (1, T, 1))
+  # Turned so that the small component is no axis of its own, where nothing could cancel.
+  P = np.linalg.qr(rng.normal(size=(d, d)))[0]
+  q, k, v = q @ P, k @ P, rng.normal(size=(1, T, 1, d))
+  return {n: jnp.asarray(a, dtype) for n, a in {"q": q, "k": k, "v": v}.items()}
+
+
 def assert_close(a, b, tolerance, name, exact=None):
   """Relative RMSE below the tolerance; relative to `exact` where b is no more exact than a.
 

@@ -67,12 +67,13 @@ def no_races_if_interpreted(request):
 
 @pytest.fixture
 def long(monkeypatch):
-  """What makes sequences of a few tiles count as long, and states cost as much as two tiles."""
+  """What makes sequences of a few tiles count as long, and a state cost as much as a tile."""
   from csympow.forms import visible
   from kernels_pallas.gpu.tiles import TILE
 
   monkeypatch.setattr(visible, "LONG", TILE)
-  monkeypatch.setattr(visible, "tiles_of_a_state", lambda *widths: 2)
+  monkeypatch.setattr(visible, "MULTIPROCESSORS", 1)  # a chip that is always busy
+  monkeypatch.setattr(visible, "cost_of_states", lambda states, *rest: 1.0 * states)
 
 
 @pytest.fixture(autouse=True)

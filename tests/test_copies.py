@@ -11,7 +11,7 @@ from csympow.forms import near, near_backward, rotating, scales
 from csympow.forms.spans import Settings
 from kernels_pallas.gpu import arrays, attention_backward
 from kernels_pallas.gpu.copies import Copy, copies
-from kernels_pallas.gpu.gradients import WithoutState, gradients
+from kernels_pallas.gpu.gradients import gradients
 from kernels_pallas.gpu.tiles import ROWS
 from tests import comparing
 
@@ -157,16 +157,6 @@ def test_gradients_go_back_through_the_rotation_and_are_summed(rotated):
     comparing.assert_close(found.turned, np.moveaxis(expected, 1, 2), 1e-5, "turned")
   else:
     assert found.turned is None
-
-
-def test_heads_without_a_state_go_back_with_another_gradient():
-  x, _, _ = make(3, start=False)
-  dx, other = jnp.asarray(np.random.default_rng(5).normal(size=(2, *x.shape)), jnp.float32)
-  has_state = jnp.arange(H * G, dtype=jnp.int32)[None] % 2
-  ones = jnp.ones((1, H * G, T))
-  unfit = jnp.where(has_state[:, None, :, None] > 0, dx, jnp.nan)
-  found = gradients(x, unfit, ones, jnp.float32, without_state=WithoutState(other, has_state), interpret=INTERPRETED)
-  np.testing.assert_array_equal(found.given, jnp.where(has_state[:, None, :, None] > 0, dx, other))
 
 
 def test_a_key_of_nothing_has_no_gradient_at_a_high_power():

@@ -20,7 +20,6 @@ from tests import comparing
 from tests.comparing import Case, assert_close, assert_results_close, cotangents, inputs
 from tests.test_kernels import TOLERANCE, attend, reference
 from tests.test_lowering import ATTENTION, assert_lowers, gradients
-from tests.test_numerics import nearly_orthogonal
 
 gpu = pytest.mark.gpu
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -189,7 +188,7 @@ def test_chunks_in_turn_are_right_on_the_chip(case):
 @gpu
 @pytest.mark.parametrize("cosine", [0.3, 0.1])
 def test_queries_nearly_orthogonal_to_all_keys_are_right_on_the_chip(cosine):
-  x = nearly_orthogonal(cosine, T=1024, d=16, dtype="bfloat16")
+  x = comparing.nearly_orthogonal(cosine, T=1024, d=16, dtype="bfloat16")
   options = {"power": 4, "form": "chunked", "chunk_size": 256, "implementation": "pallas"}
   y = jax.jit(lambda x: csympow.attention(**x, **options))(x)
   assert_close(y, comparing.quadratic_results(x, {}, {"y": np.zeros(y.shape)}, power=4)["y"], 5e-3, "y")

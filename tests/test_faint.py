@@ -14,7 +14,6 @@ from kernels_pallas.gpu.state_read import Found
 from kernels_pallas.gpu.tiles import ROWS
 from kernels_pallas.weights import INVISIBLE, LOG2E
 from tests.comparing import WHERE
-from tests.test_numerics import nearly_orthogonal
 
 CHUNK, CHUNKS, WIDTH = 256, 4, 64
 TIME = CHUNK * CHUNKS
@@ -28,7 +27,7 @@ def tokens(cosine, seed=0):
   """Queries, keys and values, of one head: queries at an angle to all keys, or anywhere."""
   if cosine is None:
     return tuple(bfloat16(x) for x in np.random.default_rng(seed).normal(size=(3, TIME, WIDTH)))
-  x = nearly_orthogonal(cosine, T=TIME, d=WIDTH, dtype="bfloat16", seed=seed)
+  x = comparing.nearly_orthogonal(cosine, T=TIME, d=WIDTH, dtype="bfloat16", seed=seed)
   return tuple(np.asarray(x[name][0, :, 0], np.float64) for name in "qkv")
 
 

@@ -17,7 +17,6 @@ from kernels_pallas.gpu import attention_forward, turns
 from kernels_pallas.gpu.tiles import BLOCK, TILE
 from tests import comparing
 from tests.comparing import Case, assert_results_close, cotangents, inputs
-from tests.test_numerics import nearly_orthogonal
 
 gpu = pytest.mark.gpu
 # The kernels take values and cotangents as bfloat16.
@@ -223,7 +222,7 @@ def chunked_results(x, rest, weights, entry):
 @pytest.mark.parametrize("mean", [0.0, 1.0])
 @pytest.mark.parametrize("cosine", [0.3, 0.1, 0.07, 0.05, 0.03, 0.01])
 def test_queries_nearly_orthogonal_to_all_keys_are_right_on_the_chip(cosine, mean):
-  x = nearly_orthogonal(cosine, T=5000, d=64, dtype="bfloat16")
+  x = comparing.nearly_orthogonal(cosine, T=5000, d=64, dtype="bfloat16")
   x |= {"v": x["v"] + jnp.bfloat16(mean)}
   weights = {"y": jnp.asarray(np.random.default_rng(1).normal(size=x["v"].shape), jnp.bfloat16)}
   results, expected = chunked_results(x, {}, weights, "attention")

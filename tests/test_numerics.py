@@ -24,26 +24,12 @@ def gradients(x, rest, form, power=2):
   return comparing.results(x, rest, {"y": weights}, entry="attention", form=form, power=power)
 
 
-def nearly_orthogonal(cosine, T, d, dtype, seed=0):
-  """Queries at an angle of about acos(cosine) to every key: keys near a hyperplane that has the queries as normal."""
-  rng = np.random.default_rng(seed)
-  q = np.zeros((1, T, 1, d))
-  q[..., 0] = rng.choice([-1.0, 1.0], (1, T, 1)) * rng.uniform(0.5, 2.0, (1, T, 1))
-  k = rng.normal(size=(1, T, 1, d))
-  k /= np.linalg.norm(k[..., 1:], axis=-1, keepdims=True)
-  k[..., 0] = cosine * rng.uniform(0.5, 1.5, (1, T, 1)) * rng.choice([-1.0, 1.0], (1, T, 1))
-  # Turned so that the small component is no axis of its own, where nothing could cancel.
-  P = np.linalg.qr(rng.normal(size=(d, d)))[0]
-  q, k, v = q @ P, k @ P, rng.normal(size=(1, T, 1, d))
-  return {n: jnp.asarray(a, dtype) for n, a in {"q": q, "k": k, "v": v}.items()}
-
-
 @pytest.mark.parametrize("power", [2, 4])
 @pytest.mark.parametrize("form", FORMS)
 def test_nearly_orthogonal_queries_and_keys_in_float32(form, power):
   """Features cancel down to cosine^p of their size, so float32's 2^-24 grows by cosine^-p, and by no more."""
   cosine = {2: 1e-2, 4: 0.1}[power]
-  x = nearly_orthogonal(cosine, T=63, d=8, dtype="float32")
+  x = comparing.nearly_orthogonal(cosine, T=63, d=8, dtype="float32")
   out = gradients(x, {}, form, power)
   exact = comparing.reference_results(x, {}, {"y": np.zeros(x["v"].shape)}, power=power)
   assert relative_rmse(out["y"], exact["y"]) < 8 * 2.0**-24 / cosine**power
@@ -53,7 +39,7 @@ def test_nearly_orthogonal_queries_and_keys_in_float32(form, power):
 @pytest.mark.parametrize("form", FORMS)
 def test_nearly_orthogonal_queries_and_keys_in_bfloat16(form):
   """Weights 1,000 times below |q|^2 |k|^2: through bfloat16 features the normaliser would be noise of either sign."""
-  x = nearly_orthogonal(0.03, T=63, d=8, dtype="bfloat16")
+  x = comparing.nearly_orthogonal(0.03, T=63, d=8, dtype="bfloat16")
   exact = comparing.reference_results(x, {}, {"y": np.zeros(x["v"].shape)})
   assert relative_rmse(gradients(x, {}, form)["y"], exact["y"]) < 5e-3
   ones = gradients(x | {"v": jnp.ones_like(x["v"])}, {}, form)["y"]

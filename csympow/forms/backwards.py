@@ -8,7 +8,8 @@ from jaxtyping import Array, BFloat16, Float
 
 from csympow.forms import scales
 from csympow.forms.near import Tokens
-from csympow.forms.rotating import Rotation, torque, turning, unrotated
+from csympow.forms.rotating import Rotation, cotangent, torque, turning, unrotated
+from csympow.prefix import TotalsKernel, prefix_sum
 from kernels_pallas.gpu import arrays
 from kernels_pallas.weights import SMALLEST
 
@@ -62,6 +63,34 @@ def pulls_of(
     total = jnp.sum(speed * q * turning(dq), axis=(-2, -1)), jnp.sum(speed * k * turning(dk), axis=(-2, -1))
   # Euler: q . dq = p * (the sum of a query's pulls).
   return Pulls((jnp.sum(q * dq, axis=(-2, -1)), -jnp.sum(k * dk, axis=(-2, -1))), turns, total)
+
+
+def without_state(
+  dq: Float[Array, "B T H g d"],
+  dk: Float[Array, "B T H d"],
+  dv: Float[Array, "B T H dv"],
+  pulls: Pulls,
+  rotation: Rotation | None,
+  kernel: TotalsKernel | None,
+) -> Tokens:
+  """Cotangents of tokens that are all that there is, from those of their vectors; `kernel` is what sums over time."""
+  dlog_gate = prefix_sum(jnp.add(*pulls.G), reverse=True, kernel=kernel).hi
+  dturns = None if pulls.turns is None else jnp.add(*pulls.turns)
+  return Tokens(dq, dk, dv, dlog_gate, by_turns(rotation, dturns, pulls.total))
+
+
+def by_turns(
+  rotation: Rotation | None,
+  dturns: Float[Array, "B T H r"] | None,
+  parts: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None = None,
+) -> Rotation | None:
+  """The cotangent of a rotation from that of its turns; `parts` of the total's are the same in another order."""
+  if rotation is None:
+    return None
+  if dturns is None:  # nobody asks for it
+    dturns = jnp.zeros_like(rotation.turns)
+  dtotal = jnp.add(*parts) if parts else jnp.sum(dturns * rotation.rates, axis=-1) / (2 * jnp.pi)
+  return cotangent(rotation, dturns, dtotal)
 
 
 def before_rotation(dtokens: Tokens, rotation: Rotation | None, dtypes: tuple[DTypeLike, DTypeLike]) -> Tokens:

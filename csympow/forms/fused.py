@@ -18,7 +18,7 @@ from csympow.forms.chunked import Sequence, inputs_of, normalised_backward
 from csympow.forms.memory import Memory, Written, discounted, empty, inner
 from csympow.forms.once import differentiated_once
 from csympow.forms.spans import SMALLEST, Inputs, Settings, Sums, for_each, heads_first, over_normaliser, time_first
-from csympow.prefix import Total, prefix_sum
+from csympow.prefix import Total
 from kernels_pallas.gpu import arrays
 
 _FORWARD: dict[str, Any] = {"gpu": near, "tpu": near_tpu}
@@ -162,9 +162,8 @@ def _backward(
   dv = inside.v
   if saved.sequence is None:
     dq, dk, pulls = kernels.finished(x, inside, rotation, (dtype, dtype), settings)
-    dlog_gate = prefix_sum(jnp.add(*pulls.G), reverse=True, kernel=near.totals_kernel(settings)).hi
-    drotation = _by_turns(rotation, None if pulls.turns is None else jnp.add(*pulls.turns), pulls.total)
-    return near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation), None
+    kernel = near.totals_kernel(settings)
+    return backwards.without_state(dq, dk, dv.astype(dtype), pulls, rotation, kernel), None
 
   states = _STATES[settings.states]
   head_dim, dv = saved.sequence.k.shape[-1], dv[..., : dy.shape[-1]]
@@ -194,27 +193,13 @@ def _backward(
     dk + dk_far,
     dv,
     anchors.of_gates((by_query, by_key), jnp.stack([first, last], axis=1), near.totals_kernel(settings)),
-    _by_turns(rotation, dturns),
+    backwards.by_turns(rotation, dturns),
   )
   dtypes = (dtype if saved.memory is None else jnp.float32, dtype)
   return backwards.before_rotation(dtokens, rotation, dtypes), None if saved.memory is None else dmemory
 
 
 _attend.defvjp(_forward_for_gradients, _backward, symbolic_zeros=True)
-
-
-def _by_turns(
-  rotation: rotating.Rotation | None,
-  dturns: Float[Array, "B T H r"] | None,
-  parts: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None = None,
-) -> rotating.Rotation | None:
-  """The cotangent of a rotation from that of its turns; `parts` of the total's are the same in another order."""
-  if rotation is None:
-    return None
-  if dturns is None:  # nobody asks for it
-    dturns = jnp.zeros_like(rotation.turns)
-  dtotal = jnp.add(*parts) if parts else jnp.sum(dturns * rotation.rates, axis=-1) / (2 * jnp.pi)
-  return rotating.cotangent(rotation, dturns, dtotal)
 
 
 def _span(x: Sequence) -> tuple[Inputs, gates.Decay]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float
 
@@ -26,11 +27,12 @@ from csympow.forms.faint import Read, faint
 from csympow.forms.memory import Memory
 from csympow.forms.once import differentiated_once
 from csympow.forms.spans import Settings, by_head
+from csympow.forms.visible import Visible, anywhere
 from csympow.prefix import Total
 from kernels_pallas.gpu import arrays, attention_forward, gram, scan, state_read, state_write, symmetric_write
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.pieces import Pieces
-from kernels_pallas.gpu.tiles import STATE_WIDTH
+from kernels_pallas.gpu.tiles import STATE_WIDTH, varying_as
 
 
 class Full(NamedTuple):
@@ -63,20 +65,34 @@ class _Keys(NamedTuple):
   x: BFloat16[Array, "B H d T"]
 
 
-class _Saved(NamedTuple):
-  """What the backward pass needs."""
+class _States(NamedTuple):
+  """What the backward pass needs of them; anything if no head has one."""
 
-  operands: near.Operands
-  keys: _Keys | None  # none if there will be no gradient
-  G: Total
-  rotation: rotating.Rotation | None
-  centre: BFloat16[Array, "B H dv"]  # states are of values less this
+  centre: BFloat16[Array, "B H dv"]  # they are of values less this
   initial: Full | None
   found: BFloat16[Array, "B H m n w w w"]  # the S that each chunk finds
   Z: BFloat16[Array, "B H n terms d d"]  # and its Z, in terms
   final: Full | None
+  heard: Bool[Array, "B Hq T"]  # what was read is not drowned by rounding: see memory.without_noise
+
+
+class _Gathered(NamedTuple):
+  """What queries gather, from which tiles of keys."""
+
   y: arrays.Outputs
-  heard: Bool[Array, "B Hq T"]  # not drowned by rounding: see memory.without_noise
+  seen: Visible
+  states: _States
+
+
+class _Saved(NamedTuple):
+  """What the backward pass needs."""
+
+  operands: near.Operands
+  keys: BFloat16[Array, "B H d T"] | None  # time last, as their chunk's end sees them; none without gradients
+  G: Total
+  rotation: rotating.Rotation | None
+  states: _States
+  y: arrays.Outputs
 
 
 def attend(
@@ -124,53 +140,82 @@ def _forward(
   of_q = [Copy(jnp.bfloat16, time_last=True)]
   of_state = initial is not None or return_final
   x, (time_last,), k_copies = near.operands_and_copies(
-    tokens, G, exponents, of_q, of_k, settings, beyond_chunks=not of_state
+    tokens, G, exponents, of_q, of_k, settings, beyond_chunks=not of_state, save=save
   )
   scale = near.state_scale(x.top)
   if initial is not None:
     initial = Full(initial.S / _of_pieces(scale), initial.Z / scale)
   across = discounts.across
-  middle = _centre(x.v, initial)
   keys = None if once else _Keys(*k_copies)
-  left, right = (k_copies[0], None) if keys is None else (keys.x, keys.k)
-  how: dict[str, Any] = {"has_state": x.has_state, "interpret": interpret}
-  added = gram.gram(left, right, None, *across.shape[1:], time_last=True, **how)
-  Z = scan.scan(added, across, None if initial is None else initial.Z, interpret=interpret)
-  if keys is not None and initial is not None:
-    initial = _about(initial, middle)
-  start = None if initial is None else initial.S
-  if keys is None:
-    of_sums = symmetric_write.Centre(middle.astype(jnp.float32), jnp.sum(Z.found, axis=3, dtype=jnp.float32))
-    S = symmetric_write.write(left, x.v, across, of_sums, start, **how)
-  else:
-    S = state_write.write(keys.x, x.v, keys.k, across, start, centre=middle, **how)
+  how: dict[str, Any] = {"power": power, "dtype": dtype, "save_low": save, "interpret": interpret}
 
-  # Gradients need what rounding to 16 bits would lose.
-  wanted = jnp.float32 if save else jnp.bfloat16
-  found = S.found, Z.found, discounts.since_start
-  far = state_read.read(time_last, x.q, *found, by_rows=once, dtype=wanted, **how)
-  # What a state in or out does to gradients is left to states.
-  if across.shape[2] > 1 and initial is None and not (return_final and save):
-    assert S.squares is not None
-    of_chunks = near.spans(G, settings.chunk)
-    read = Read(
-      q=x.q,
-      k=x.keys.plain,
-      k_scale=discounts.k_scale,
-      log_gate=of_chunks.G - of_chunks.before,
-      found=far,
-      squares=S.squares,
-      centre_size=jnp.linalg.norm(middle.astype(jnp.float32), axis=-1),
-      head_dim=head_dim,
-    )
-    x = near.read_without_states(x, faint(read, interpret))
-  carried = arrays.Carried(*far, x.has_state, middle.astype(jnp.float32))
-  y = attention_forward.forward(x.q, x.keys, x.v, carried, power=power, dtype=dtype, save_low=save, interpret=interpret)
-  final = Full(S.final, Z.final) if return_final else None
-  saved = _Saved(x, keys, G, rotation, middle, initial, S.found, Z.found, final, y, far.normaliser >= 0)
-  result = final if once or final is None else _about(final, -middle)
+  def by_states() -> _Gathered:
+    middle, start = _centre(x.v, initial), initial
+    left, right = (k_copies[0], None) if keys is None else (keys.x, keys.k)
+    how_states: dict[str, Any] = {"has_state": x.has_state, "interpret": interpret}
+    added = gram.gram(left, right, None, *across.shape[1:], time_last=True, **how_states)
+    Z = scan.scan(added, across, None if start is None else start.Z, interpret=interpret)
+    if keys is not None and start is not None:
+      start = _about(start, middle)
+    S_start = None if start is None else start.S
+    if keys is None:
+      of_sums = symmetric_write.Centre(middle.astype(jnp.float32), jnp.sum(Z.found, axis=3, dtype=jnp.float32))
+      S = symmetric_write.write(left, x.v, across, of_sums, S_start, **how_states)
+    else:
+      S = state_write.write(keys.x, x.v, keys.k, across, S_start, centre=middle, **how_states)
+
+    # Gradients need what rounding to 16 bits would lose.
+    wanted = jnp.float32 if save else jnp.bfloat16
+    found = S.found, Z.found, discounts.since_start
+    far = state_read.read(time_last, x.q, *found, by_rows=once, dtype=wanted, **how_states)
+    reading = x
+    # What a state in or out does to gradients is left to states.
+    if across.shape[2] > 1 and start is None and not (return_final and save):
+      assert S.squares is not None
+      of_chunks = near.spans(G, settings.chunk)
+      read = Read(
+        q=x.q,
+        k=x.keys.plain,
+        k_scale=discounts.k_scale,
+        log_gate=of_chunks.G - of_chunks.before,
+        found=far,
+        squares=S.squares,
+        centre_size=jnp.linalg.norm(middle.astype(jnp.float32), axis=-1),
+        head_dim=head_dim,
+      )
+      reading = near.read_without_states(x, faint(read, interpret))
+    carried = arrays.Carried(*far, reading.has_state, middle.astype(jnp.float32))
+    y = attention_forward.forward(x.q, reading.keys, x.v, carried, **how)
+    final = Full(S.final, Z.final) if return_final else None
+    return _Gathered(y, reading.seen, _States(middle, start, S.found, Z.found, final, far.normaliser >= 0))
+
+  def by_keys() -> _Gathered:
+    return _Gathered(attention_forward.forward(x.q, x.keys, x.v, **how), x.seen, _no_states(x, across.shape[2]))
+
+  y, seen, states = by_states() if x.has_state is None else lax.cond(anywhere(x.has_state), by_states, by_keys)
+  final = states.final
+  result = final if once or final is None else _about(final, -states.centre)
   result = None if result is None else Full(result.S * _of_pieces(scale), result.Z * scale)
+  saved = _Saved(x.reading(seen), None if keys is None else keys.x, G, rotation, states, y)
   return (y.high.reshape(*q.shape[:-1], -1), result), saved
+
+
+def _no_states(x: near.Operands, chunks: int) -> _States:
+  """Memory for those that no head has."""
+  (batch, _, heads, head_dim), value_dim = x.keys.plain.shape, x.v.shape[-1]
+
+  def anything(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Array:
+    found: Array = varying_as(x.q, lax.empty(shape, dtype))
+    return found
+
+  return _States(
+    centre=anything(batch, heads, value_dim),
+    initial=None,
+    found=anything(batch, heads, Pieces.of(head_dim, value_dim).total, chunks, *(STATE_WIDTH,) * 3),
+    Z=anything(batch, heads, chunks, scan.TERMS, head_dim, head_dim),
+    final=None,
+    heard=anything(batch, x.q.shape[2], x.q.shape[1], dtype=jnp.bool_),
+  )
 
 
 def _backward(
@@ -182,11 +227,35 @@ def _backward(
   cotangents: tuple[Float[Array, "B T H g dv"], Full | None],
 ) -> tuple[near.Tokens, Full | None]:
   del return_final, head_dim
-  (dy, dfinal), x, interpret = differentiated_once(cotangents), saved.operands, settings.interpret
-  discounts = _discounts(near.Exponents(x.q_exponent, x.exponent, x.top), saved.G, settings.chunk)
+  (dy, dfinal), x = differentiated_once(cotangents), saved.operands
+  # With what else is made of the same arrays, here or in the forward pass.
   given = backwards.cotangents(saved.y, dy)
+  of_centre = _along(given.dy, saved.states.centre)
+  discounts = _discounts(near.Exponents(x.q_exponent, x.exponent, x.top), saved.G, settings.chunk)
+  by_states = functools.partial(_backward_by_states, saved, discounts, given, of_centre, dfinal, settings, dtype)
+
+  def by_keys() -> tuple[near.Tokens, None]:
+    inside = near_backward.backward(x, given, settings.power, settings.interpret)
+    dq, dk, pulls = near_backward.finished(x, inside, saved.rotation, (dtype, dtype), settings)
+    kernel = near.totals_kernel(settings)
+    return backwards.without_state(dq, dk, inside.v.astype(dtype), pulls, saved.rotation, kernel), None
+
+  return by_states() if x.has_state is None else lax.cond(anywhere(x.has_state), by_states, by_keys)
+
+
+def _backward_by_states(
+  saved: _Saved,
+  discounts: _Discounts,
+  given: backwards.Cotangents,
+  of_centre: Float[Array, "B Hq T"],
+  dfinal: Full | None,
+  settings: Settings,
+  dtype: DTypeLike,
+) -> tuple[near.Tokens, Full | None]:
+  """Where some head has a state; `of_centre` is `dy` along what the states' values are less."""
+  x, states, interpret = saved.operands, saved.states, settings.interpret
   # Of what was read of the state: the numerator is divided by the normaliser, and discounted.
-  inverse = jnp.where(saved.heard, given.inverse, 0.0) * discounts.since_start
+  inverse = jnp.where(states.heard, given.inverse, 0.0) * discounts.since_start
   group = x.q_exponent.shape[-1]
   by_query_head = None if x.has_state is None else jnp.repeat(x.has_state, group, axis=1)
   queries = _Queries(*copies(x.q, _of_queries(inverse), some=by_query_head, interpret=interpret))
@@ -195,7 +264,7 @@ def _backward(
   if dfinal is not None:
     pieces = Pieces.of(x.q.shape[-1], x.v.shape[-1])
     summed = pieces.cut(symmetric(pieces.joined(dfinal.S)))
-    dfinal = _transposed_about(Full(summed * _of_pieces(scale), symmetric(dfinal.Z) * scale), -saved.centre)
+    dfinal = _transposed_about(Full(summed * _of_pieces(scale), symmetric(dfinal.Z) * scale), -states.centre)
 
   across = discounts.across
   dS = state_write.write(
@@ -204,41 +273,43 @@ def _backward(
     queries.q,
     across,
     None if dfinal is None else dfinal.S,
-    others=saved.found,
+    others=states.found,
     has_state=x.has_state,
     reverse=True,
     interpret=interpret,
   )
-  keys = saved.keys
-  assert keys is not None
   # The very keys, discounted, that the states have, or queries' pulls and keys' would not cancel.
   of_keys = [_discounted_keys(discounts)]
   (k_discounted,) = copies(x.keys.plain, of_keys, only=x.has_state, after=dS.final, interpret=interpret)
-  dnormaliser = (_along(given.dy, saved.centre) - given.delta) * inverse
+  keys = saved.keys
+  assert keys is not None
+  dnormaliser = (of_centre - given.delta) * inverse
   added = gram.gram(
     queries.q, queries.q, dnormaliser, *across.shape[1:], time_last=False, has_state=x.has_state, interpret=interpret
   )
   dZ = scan.scan(added, across, None if dfinal is None else dfinal.Z, reverse=True, interpret=interpret)
 
   transposed = functools.partial(state_read.read_transposed, has_state=x.has_state, interpret=interpret)
-  dq = transposed(queries.x, given.dy, saved.found, queries.q, saved.Z, inside.q, w_scale=dnormaliser)
+  dq = transposed(queries.x, given.dy, states.found, queries.q, states.Z, inside.q, w_scale=dnormaliser)
   found = dS.found, k_discounted, dZ.found
-  dk = transposed(keys.x, x.v, *found, inside.k, scale=discounts.k_scale, centre=saved.centre)
-  dv = state_read.read_values(keys.x, keys.k, dS.found, inside.v, has_state=x.has_state, interpret=interpret)
+  dk = transposed(keys, x.v, *found, inside.k, scale=discounts.k_scale, centre=states.centre)
+  # Both coordinates of a feature are of discounted keys, which is once too often.
+  until_end = discounts.until_end
+  once = jnp.where(until_end > 2.0**-48, 1 / until_end, 0.0)
+  dv = state_read.read_values(keys, k_discounted, dS.found, inside.v, once, has_state=x.has_state, interpret=interpret)
 
   assert dS.inner is not None
   dinitial = Full(dS.final, dZ.final)
-  ends = _at_ends(saved, dS.inner, dZ.found, dfinal, dinitial)
-  dtypes = (dtype if saved.initial is None else jnp.float32, dtype)
-  of_kernels = inside._replace(q=dq, k=dk)
-  dq, dk, pulls = near_backward.finished(x, of_kernels, saved.rotation, dtypes, settings, inside)
+  ends = _at_ends(x, states, dS.inner, dZ.found, dfinal, dinitial)
+  dtypes = (dtype if states.initial is None else jnp.float32, dtype)
+  dq, dk, pulls = near_backward.finished(x, inside._replace(q=dq, k=dk), saved.rotation, dtypes, settings)
   dlog_gate, drotation = anchors.cotangents(
     pulls, ends, saved.rotation, near.totals_kernel(settings), has_state=x.has_state
   )
   dtokens = near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation)
-  if saved.initial is None:
+  if states.initial is None:
     return dtokens, None
-  dinitial = _transposed_about(dinitial, saved.centre)
+  dinitial = _transposed_about(dinitial, states.centre)
   return dtokens, Full(dinitial.S / _of_pieces(scale), dinitial.Z / scale)
 
 
@@ -307,7 +378,8 @@ def _discounts(exponents: near.Exponents, G: Total, chunk: int) -> _Discounts:
 
 
 def _at_ends(
-  saved: _Saved,
+  x: near.Operands,
+  states: _States,
   inner: Float[Array, "B H m n w 2 w"],
   dZ: BFloat16[Array, "B H n terms d d"],
   dfinal: Full | None,
@@ -316,7 +388,7 @@ def _at_ends(
   """Inner products of the state and its cotangent, which all gates before it and after it share; and of the two with
   one rotated by a quarter turn of each pair of coordinates.
   """
-  pieces = Pieces.of(saved.operands.q.shape[-1], saved.operands.v.shape[-1])
+  pieces = Pieces.of(x.q.shape[-1], x.v.shape[-1])
 
   def between(state: Array, dstate: Array) -> Float[Array, "B H n d 2"]:
     pairs = state.reshape(*state.shape[:3], state.shape[3] // 2, 2, *state.shape[4:])
@@ -325,18 +397,18 @@ def _at_ends(
 
   def of_one(state: Full | None, dstate: Full | None) -> Float[Array, "B H 1 d 2"]:
     if state is None or dstate is None:
-      return jnp.zeros_like(saved.Z[:, :, :1, 0, :, :2], jnp.float32)
+      return jnp.zeros_like(states.Z[:, :, :1, 0, :, :2], jnp.float32)
     S, dS = (pieces.joined(x)[:, :, None] for x in (state.S, dstate.S))
     return between(S, dS) + between(state.Z[:, :, None], dstate.Z[:, :, None])
 
-  Z, dZ = (jnp.sum(terms, axis=3, dtype=jnp.float32) for terms in (saved.Z[:, :, 1:], dZ[:, :, :-1]))
+  Z, dZ = (jnp.sum(terms, axis=3, dtype=jnp.float32) for terms in (states.Z[:, :, 1:], dZ[:, :, :-1]))
   between_Z = between(Z, dZ)
-  has_state = saved.operands.has_state
+  has_state = x.has_state
   if has_state is not None:
     inner = jnp.where(has_state.reshape(*has_state.shape, *(1,) * (inner.ndim - 2)) > 0, inner, 0.0)
   of_S = jnp.sum(inner[:, :, :, :-1], axis=-1).reshape(*inner.shape[:2], *pieces, inner.shape[3] - 1, STATE_WIDTH, 2)
   found = jnp.moveaxis(jnp.sum(of_S, axis=(3, 4)), 2, 3).reshape(between_Z.shape) + between_Z
-  first, last = of_one(saved.initial, dinitial), of_one(saved.final, dfinal)
+  first, last = of_one(states.initial, dinitial), of_one(states.final, dfinal)
   ends = jnp.moveaxis(jnp.concatenate([first, found, last], axis=2), 1, 2)
   even, odd = (ends[..., n::2, 1] for n in range(2))
   return Ends(jnp.sum(ends[..., 0], axis=-1), 4 * jnp.pi * (odd - even))

@@ -19,7 +19,7 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 from csympow.forms import scales
 from csympow.forms.rotating import Rotation, angles, padded
 from csympow.forms.spans import Settings, by_head, for_each
-from csympow.forms.visible import Tiles, Visible, all_alike, candidates, visible, without_states
+from csympow.forms.visible import Tiles, Visible, all_alike, visible, without_states, worth_a_state
 from csympow.prefix import Total, TotalsKernel
 from kernels_pallas.gpu import arrays, attention_forward, gates, running
 from kernels_pallas.gpu.angles import Angles
@@ -75,6 +75,14 @@ class Operands(NamedTuple):
   top: Int[Array, "B H"]  # that of the longest key: weights are divided by 2 to p times this
   has_state: Int[Array, "B H"] | None = None  # 1 or 0: see visible.Visible
   angles: Angles | None = None  # by which the kernel is to rotate queries
+
+  @property
+  def seen(self) -> Visible:
+    return Visible(self.keys.first, self.last, self.has_state)
+
+  def reading(self, seen: Visible) -> "Operands":
+    """The same, but that queries read other keys."""
+    return self._replace(keys=self.keys._replace(first=seen.first), last=seen.last, has_state=seen.has_state)
 
 
 def totals_kernel(settings: Settings) -> TotalsKernel | None:
@@ -138,12 +146,11 @@ def _tiles(
   known: _Gates,
   vectors: Callable[..., tuple[Array, Array]],
   v: Array,
-  head_dim: int,
-  may_have_state: Array | None = None,
+  has_state: Array | None = None,
 ) -> Tiles:
   count = v.shape[1] // TILE
   before, end = (for_each(lambda half: half[..., :count], total) for total in _ends(known))
-  return Tiles(before, end, known.decay[..., :count], vectors, v, head_dim, may_have_state)
+  return Tiles(before, end, known.decay[..., :count], vectors, v, has_state)
 
 
 def _ends(known: _Gates) -> tuple[Total, Total]:
@@ -194,7 +201,7 @@ def _with_given_queries(x: Tokens, settings: Settings) -> Operands:
     (folded,) = copies(plain, [Copy(jnp.float16, fold)], exponent=of_all, only=fades, interpret=interpret)
     return scaled, folded
 
-  seen = visible(_tiles(known, vectors, v, head_dim), settings)
+  seen = visible(_tiles(known, vectors, v), settings)
   keys = _keys(None, plain, fold, known, log_scale, seen)._replace(top=top if turned is None else None)
   unknown = jnp.zeros(x.q.shape[:-1], jnp.int32)
   return Operands(q, keys, seen.last, v, unknown, exponent, top, angles=turned)
@@ -216,11 +223,12 @@ def operands_and_copies(
   settings: Settings,
   beyond_chunks: bool = False,
   folding: bool = True,
+  save: bool = True,
 ) -> tuple[Operands, list[Array], list[Array]]:
   """Operands of attention in chunks, and further copies of scaled and rotated queries and keys, for a state.
 
-  Heads that forget soon may have their queries read `beyond_chunks`, and no state; those of which that is known from
-  the start have no further copies. Without `folding` the kernels multiply weights by discounts.
+  Heads that forget soon may have their queries read `beyond_chunks`, and no state, nor further copies. Without
+  `folding` the kernels multiply weights by discounts.
   """
   power = settings.power
   batch, time, _, head_dim = x.k.shape
@@ -228,9 +236,11 @@ def operands_and_copies(
   fold = jnp.exp2((until_end + log_scale) / power)
 
   turned = angles(x.rotation)
-  widths = head_dim, x.v.shape[-1]
-  may_have_state = candidates(*_ends(known), widths, settings) if beyond_chunks else None
-  by_query_head = None if may_have_state is None else jnp.repeat(may_have_state, x.q.shape[3], axis=1)
+  has_state = by_query_head = None
+  if beyond_chunks:
+    widths, group = (head_dim, x.v.shape[-1]), x.q.shape[3]
+    has_state = worth_a_state(*_ends(known), settings, widths, group, save)
+    by_query_head = None if has_state is None else jnp.repeat(has_state, group, axis=1)
   of_q, of_k = ([copy._replace(of_some=True) for copy in further] for further in (of_q, of_k))
   of_folded = [Copy(jnp.float16, fold)]
   of_q, of_k = [Copy(jnp.float16), *of_q], [Copy(jnp.float16), *(of_folded if folding else ()), *of_k]
@@ -244,7 +254,7 @@ def operands_and_copies(
     q, *q_copies, largest = copies(q, of_q, room=room, angles=turned, **how)
     q_exponent = jnp.moveaxis(scales.of_queries(largest, room), 1, 2).reshape(q_exponent.shape)
   scale = by_head(jnp.exp2(-exponents.k.astype(jnp.float32)))
-  plain, *k_copies = copies(x.k, of_k, scale=scale, angles=turned, some=may_have_state, interpret=settings.interpret)
+  plain, *k_copies = copies(x.k, of_k, scale=scale, angles=turned, some=has_state, interpret=settings.interpret)
   folded = k_copies.pop(0) if folding else None
 
   def vectors(fades: Int[Array, "B H"]) -> tuple[Float16[Array, "B T Hq d"], Float16[Array, "B T H d"]]:
@@ -254,7 +264,7 @@ def operands_and_copies(
     return q, found
 
   v = x.v.astype(jnp.bfloat16)
-  seen = visible(_tiles(known, vectors, v, head_dim, may_have_state), settings)
+  seen = visible(_tiles(known, vectors, v, has_state), settings)
   found = Operands(
     q=q,
     keys=_keys(folded, plain, fold, known, log_scale, seen),
@@ -271,8 +281,7 @@ def operands_and_copies(
 def read_without_states(x: Operands, heads: Bool[Array, "B H"]) -> Operands:
   """For some heads whose queries are to read all keys instead."""
   end = Total(*x.keys.totals[2:, ..., : x.last.shape[2]])
-  seen = without_states(Visible(x.keys.first, x.last, x.has_state), end, heads)
-  return x._replace(keys=x.keys._replace(first=seen.first), last=seen.last, has_state=seen.has_state)
+  return x.reading(without_states(x.seen, end, heads))
 
 
 def exponents(x: Tokens, largest: Float[Array, "B T H"] | None = None) -> Exponents:

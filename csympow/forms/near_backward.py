@@ -95,29 +95,20 @@ def finished(
   rotation: Rotation | None,
   dtypes: tuple[DTypeLike, DTypeLike],
   settings: Settings,
-  by_pairs: attention_backward.Gradients | None = None,
 ) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"], backwards.Pulls]:
-  """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each.
-
-  Those of heads without a state are what pairs of tokens have given, `by_pairs`.
-  """
+  """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each."""
   power, (batch, time, heads, group) = settings.power, x.q_exponent.shape
   turned_by, speed = angles(rotation), _speed(rotation, power)
-  without_state: list[gradients.WithoutState | None] = [None, None]
-  if by_pairs is not None and x.has_state is not None:
-    flags = [jnp.repeat(x.has_state, a.shape[2] // heads, axis=1) for a in by_pairs[:2]]
-    without_state = list(map(gradients.WithoutState, by_pairs[:2], flags))
 
   def back(
     x: Array,
     dx: Array,
     exponent: Array,
     dtype: DTypeLike,
-    without_state: gradients.WithoutState | None,
     unit: Float[Array, "B H"] | None = None,
   ) -> gradients.Gradients:
     factor = _factor(exponent.reshape(batch, time, -1), power)
-    how: dict[str, Any] = {"angles": turned_by, "speed": speed, "without_state": without_state, "unit": unit}
+    how: dict[str, Any] = {"angles": turned_by, "speed": speed, "unit": unit}
     return gradients.gradients(x, dx, factor, dtype, **how, interpret=settings.interpret)
 
   def of_token(x: Float[Array, "B Hq T"]) -> Float[Array, "B T H"]:
@@ -125,9 +116,9 @@ def finished(
 
   dq, dk = dx.q, dx.k
   unit = None if x.keys.top is None else scales.power_of_two(-x.keys.top)[..., 0]
-  found_q = back(x.q, dq, x.q_exponent, dtypes[0], without_state[0], unit)
+  found_q = back(x.q, dq, x.q_exponent, dtypes[0], unit)
   if dx.pulled is None:
-    found_k = back(x.keys.plain, dk, x.exponent, dtypes[1], without_state[1])
+    found_k = back(x.keys.plain, dk, x.exponent, dtypes[1])
   else:  # the kernel has finished it
     found_k = gradients.Gradients(dk, dx.pulled, dx.turned)
   pulled = of_token(found_q.pulled), -of_token(found_k.pulled)
@@ -139,10 +130,6 @@ def finished(
     total = of_token(found_q.turned), of_token(found_k.turned)
   if dx.turned is not None:  # by the kernel, which has rotated dk back
     return *given, backwards.Pulls(pulled, None, total)
-  dq, dk = (
-    a if other is None else jnp.where(other.has_state[:, None, :, None] > 0, a, other.dx)
-    for a, other in zip((dq, dk), without_state, strict=True)
-  )
   q, k = (
     power * scales.rounded(a, scales.BFLOAT16).reshape(batch, time, heads, -1, a.shape[-1]) for a in (x.q, x.keys.plain)
   )

@@ -5,10 +5,10 @@ an earlier document are. In a long sequence it is also every tile that together 
 of what each query gathers from the two tiles before its own, of weights and of weights times values, wherever their
 keys point (`kernels_pallas.gpu.bounds`, `kernels_pallas.gpu.reach`).
 
-Gates of about 0.999 leave some 8,000 tokens to be read, be the sequence 65,536 long. In the chunked form a head that
-forgets sooner, such that reading all it remembers costs less than a state, has none: its queries read beyond their
-chunk. So do those of a head whose states are too coarse for them (`csympow.forms.faint`). Of some heads gates alone
-tell that they will have none, before anything is made for a state.
+Gates of about 0.999 leave some 8,000 tokens to be read, be the sequence 65,536 long. In the chunked form heads that
+forget sooner, such that reading all they remember costs less than states, have none: their queries read beyond their
+chunk. So do those of a head whose states are too coarse for them (`csympow.forms.faint`). Which heads forget is told by
+gates alone, before anything is made for a state.
 """
 
 import functools
@@ -24,11 +24,14 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 from csympow.forms.spans import Settings, for_each
 from csympow.prefix import Total
 from kernels_pallas.gpu.bounds import bounds
+from kernels_pallas.gpu.pieces import Pieces
 from kernels_pallas.gpu.reach import reach
-from kernels_pallas.gpu.tiles import ROWS, TILE
+from kernels_pallas.gpu.tiles import MULTIPROCESSORS, ROWS, TILE
 from kernels_pallas.weights import INVISIBLE, LOG2E
 
 LEFT_OUT = 2.0**-12  # of sums whose terms are rounded to 2 ** -9 of themselves
+# Of states in one piece and in eight, without gradients and with them: once, for each that is read, and is written.
+_COSTS = {(1, False): (30, 10, 9), (1, True): (19, 15, 6), (8, False): (288, 45, 45), (8, True): (80, 25, 25)}
 LONG = 4_096  # tokens from which on looking for more to leave out is worth its time
 
 
@@ -46,7 +49,7 @@ class Visible(NamedTuple):
 class Tiles(NamedTuple):
   """A sequence as it is searched; totals are those of the log gates just before each tile and at its end.
 
-  `vectors` are queries and discounted keys, of heads that are 1.
+  `vectors` are queries and discounted keys, of heads that are 1; `has_state` as in Visible.
   """
 
   before: Total  # B H n
@@ -54,8 +57,7 @@ class Tiles(NamedTuple):
   decay: Float[Array, "B H n"]
   vectors: Callable[[Int[Array, "B H"]], tuple[Float16[Array, "B T Hq d"], Float16[Array, "B T H d"]]]
   v: BFloat16[Array, "B T H dv"]
-  head_dim: int
-  may_have_state: Int[Array, "B H"] | None = None  # see `candidates`
+  has_state: Int[Array, "B H"] | None = None
 
 
 def visible(x: Tiles, settings: Settings) -> Visible:
@@ -65,28 +67,63 @@ def visible(x: Tiles, settings: Settings) -> Visible:
     first = _earliest(x, _fades(x, tiles - 1), settings)
     return Visible(first, _latest(first, tiles))
   inside = _earliest_of_chunk(x, in_chunk)
-  if x.may_have_state is None:
+  if x.has_state is None:
     return Visible(inside, _latest(inside, in_chunk))
-  worth = tiles_of_a_state(x.head_dim, x.v.shape[3])
-  fades = _fades(x, worth)
-  beyond = _earliest(x, fades, settings)
-  read = jnp.arange(tiles, dtype=jnp.int32) - beyond
-  costs_more = jnp.mean(read.astype(jnp.float32), axis=-1) > worth
-  has_state = ~fades | (costs_more & (x.may_have_state > 0))
-  first = jnp.where(has_state[..., None], inside, beyond)
-  return Visible(first, _latest(first, tiles), has_state.astype(jnp.int32))
+  beyond = _earliest(x, x.has_state == 0, settings)
+  first = jnp.where(x.has_state[..., None] > 0, inside, beyond)
+  return Visible(first, _latest(first, tiles), x.has_state)
 
 
-def candidates(before: Total, end: Total, widths: tuple[int, int], settings: Settings) -> Int[Array, "B H"] | None:
-  """Heads that may have a state: 1, or 0 if what a state is for has faded everywhere; None if all have one.
+def worth_a_state(
+  before: Total, end: Total, settings: Settings, widths: tuple[int, int], group: int, gradients: bool
+) -> Int[Array, "B H"] | None:
+  """Heads that are to have a state: 1, or 0 if queries had better read what gates leave; None if all have one.
 
-  Such a head has none even if its queries read more than what a state costs, some ten times that at most, whatever its
-  keys: after so much nothing is visible. To know would take the copies that are spared.
+  Of each sequence those that remember most, as many as makes it cheapest where all sequences are like it. A head
+  without a state may read more than was counted here, where its keys are longer the older they are, some ten times as
+  much at most: after so much nothing is visible.
   """
-  tiles, worth = before.hi.shape[2], tiles_of_a_state(*widths)
-  if not settings.gated or settings.chunk == tiles * TILE or tiles * TILE < LONG or tiles <= worth:
+  batch, _, tiles = before.hi.shape
+  if not settings.gated or settings.chunk == tiles * TILE or tiles * TILE < LONG:
     return None
-  return (~jnp.all(_faded(before, end, worth), axis=-1)).astype(jnp.int32)
+  reads = (jnp.arange(tiles) - _earliest_in_sight(end.hi, math.log(LEFT_OUT))).astype(jnp.float32)
+  mean, longest = jnp.mean(reads, axis=-1), jnp.max(reads, axis=-1)
+  # Whoever has one if this head has and all that remember as much, and if none has: B head head.
+  have_one = mean[:, None] >= jnp.concatenate([mean, jnp.full((batch, 1), jnp.inf)], axis=1)[..., None]
+  states = jnp.sum(have_one, axis=-1)
+  read, longest = (jnp.where(have_one, 0.0, x[:, None]) for x in (mean, longest))
+  # No block of the grid, of two tiles of queries, is done before it has read all that it is to.
+  by_block = jnp.max(longest, axis=-1) * 2 * MULTIPROCESSORS / (batch * group * tiles)
+  costs = jnp.maximum(jnp.sum(read, axis=-1), by_block) + cost_of_states(states, batch, widths, group, gradients)
+  best = jnp.argmin(costs, axis=-1)
+  return jnp.take_along_axis(have_one, best[:, None, None], axis=1)[:, 0].astype(jnp.int32)
+
+
+def cost_of_states(
+  states: Int[Array, "*lead"], batch: int, widths: tuple[int, int], group: int, gradients: bool
+) -> Float[Array, "*lead"]:
+  """Of so many heads of a sequence, in tiles of keys that all queries of a head read in the same time.
+
+  Measured in heads of 64 and of 128, and in chunks of 1,024 and 4,096 tokens, whose own keys are not counted.
+  """
+  pieces = Pieces.of(*widths).total
+  measured = 1 if pieces == 1 else 8
+  once, read, write = (cost * pieces / measured for cost in _COSTS[measured, gradients])
+  together = 12 / pieces  # are written at once, which takes as long for fewer
+  written = jnp.ceil(batch * states / together) * together / batch
+  return read * states + (once * (states > 0) + write * written) / group
+
+
+@jax.custom_batching.custom_vmap
+def anywhere(has_state: Int[Array, "B H"]) -> Bool[Array, ""]:
+  """Whether any head has one; of many calls at once any head of any, so that there is still one answer."""
+  return jnp.any(has_state > 0)
+
+
+@anywhere.def_vmap
+def _of_many(size: int, batched: list[bool], has_state: Int[Array, "n B H"]) -> tuple[Bool[Array, ""], bool]:
+  del size, batched
+  return anywhere(jnp.max(has_state, axis=0)), False
 
 
 def without_states(x: Visible, end: Total, heads: Bool[Array, "B H"]) -> Visible:
@@ -105,14 +142,6 @@ def in_whole_rows(before: Total, end: Total) -> Float[Array, "4 B H whole"]:
 def all_alike(time: int) -> bool:
   """Whether heads of so short a sequence are all read as far back, but for documents."""
   return time < LONG
-
-
-def tiles_of_a_state(head_dim: int, value_dim: int) -> int:
-  """How many tiles a query reads in about the time that a state takes: 16 in heads of 64, and 64 in heads of 128.
-
-  Measured, in heads of 64 and chunks of 1,024, what is read inside the chunk included: 18 forwards, 15 with gradients.
-  """
-  return head_dim**2 * value_dim // (TILE * (head_dim + value_dim))
 
 
 def _fades(x: Tiles, tiles: int) -> Bool[Array, "B H"]:
@@ -162,10 +191,13 @@ def _earliest_of_chunk(x: Tiles, in_chunk: int) -> Int[Array, "B H n"]:
   return (start + unseen).reshape(x.decay.shape)
 
 
-def _earliest_in_sight(end: Float[Array, "B H n"]) -> Int[Array, "B H n"]:
-  """The earliest of all tiles that each can see at all, to a total's rounding: by search, for totals only fall."""
+def _earliest_in_sight(end: Float[Array, "B H n"], least: float = INVISIBLE / LOG2E) -> Int[Array, "B H n"]:
+  """The earliest of all tiles that each can see at all, or of which gates leave as much as the exponential of `least`.
+
+  To a total's rounding, and by search, for totals only fall.
+  """
   tiles = end.shape[2]
   before = jnp.pad(end[..., :-1], ((0, 0), (0, 0), (1, 0)))
   search = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
-  unseen = jax.vmap(search)(*(-x.reshape(-1, tiles) for x in (end, before - INVISIBLE / LOG2E)))
+  unseen = jax.vmap(search)(*(-x.reshape(-1, tiles) for x in (end, before - least)))
   return jnp.minimum(unseen.reshape(end.shape).astype(jnp.int32), jnp.arange(tiles, dtype=jnp.int32))

@@ -8,7 +8,6 @@ A block of the grid is one warpgroup with 64 tokens of a head, which takes a few
 are many, with a few such tiles, of which the next one comes meanwhile. Results lie where the vectors were.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kernels_pallas.gpu.angles import Angles, along, of_head, radians, rotated_back
 from kernels_pallas.gpu.tiles import (
@@ -43,13 +42,6 @@ class Gradients(NamedTuple):
   turned: Float[Array, "B H T"] | None
 
 
-class WithoutState(NamedTuple):
-  """What dx is in heads that have no state (0, or 1 if they have): there the other one is anything."""
-
-  dx: Float[Array, "B T H d"]
-  has_state: Int[Array, "B H"]
-
-
 class _Rotation(NamedTuple):
   angles: Any
   speed: Any
@@ -63,7 +55,6 @@ def gradients(
   *,
   angles: Angles | None = None,
   speed: Float[Array, "d"] | None = None,
-  without_state: WithoutState | None = None,
   unit: Float[Array, "B H"] | None = None,
   interpret: Any = None,
 ) -> Gradients:
@@ -82,8 +73,7 @@ def gradients(
 
   def kernel(x_ref, dx_ref, factor_ref, *refs):
     rotation: Any
-    by_pairs: Any
-    rotation, by_pairs, unit_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
+    rotation, unit_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
     outputs, scratch = refs[len(leaves) : len(leaves) + 1 + sums], refs[len(leaves) + 1 + sums :]
     (x_smem, out_smem), dx_smem, sums_smem, filled = scratch
     first = TokenTile.of_block(tiles, heads, group, several)
@@ -96,12 +86,7 @@ def gradients(
           plgpu.copy_gmem_to_smem(tile.part(ref, part), smem.at[slot, part], filled.at[slot])
 
       fetch_one(x_ref, x_smem)
-      if by_pairs is None:
-        fetch_one(dx_ref, dx_smem)
-      else:
-        stateful = by_pairs.has_state[tile.b, tile.head] > 0
-        pl.when(stateful)(functools.partial(fetch_one, dx_ref, dx_smem))
-        pl.when(~stateful)(functools.partial(fetch_one, by_pairs.dx, dx_smem))
+      fetch_one(dx_ref, dx_smem)
 
     def take(n, none):
       slot, tile = place_in_ring(n, slots), first.later(n)
@@ -149,7 +134,7 @@ def gradients(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   rotation = None if angles is None else _Rotation(angles, speed)
-  leaves, structure = jax.tree.flatten((rotation, without_state, unit))
+  leaves, structure = jax.tree.flatten((rotation, unit))
   x_memory, dx_memory, out_memory = (shared((slots, parts, *shape), kind) for kind in (x.dtype, dx.dtype, dtype))
   # The interpreter would see races in what lies where something else was.
   in_place = interpret is None

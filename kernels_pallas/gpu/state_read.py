@@ -15,15 +15,17 @@ be the small rest of large terms.
     warpgroup 4         loads
 
 Heads wider than 64 are read piece by piece, each launch adding to what the one before has found; their normaliser is
-XLA's.
+XLA's. What is added to is changed where it lies in memory, and is left as it is in heads without a state.
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
@@ -67,7 +69,6 @@ class _Options(NamedTuple):
   Z: BFloat16[Array, "B H n terms d d"] | None = None
   w: BFloat16[Array, "B T Hq d"] | None = None  # what Z is multiplied by, if that is not asked for the normaliser
   w_scale: Float[Array, "B Hq T"] | None = None
-  rows: Float[Array, "B T Hq _"] | None = None  # to be added, in the type of the sum; of the whole head, or the piece
   scale: Float[Array, "B Hq T"] | None = None
   has_state: Int[Array, "B H"] | None = None
   centre: BFloat16[Array, "B H dv"] | None = None  # taken from what x is multiplied by
@@ -92,7 +93,10 @@ def read(
   """
   pieces = _pieces(x, S)
   if pieces.first > 1:
-    return Found(_symmetric(x, y, S, None, scale, has_state, interpret), _normaliser(y.astype(x.dtype), Z, scale))
+    given, parts = _Options(scale=scale, has_state=has_state), dict[int, Array]()
+    for piece in _symmetric(x, S):
+      (parts[piece.u],) = _read(x, y, S, given, piece, parts.get(piece.u), transposed=False, interpret=interpret)
+    return Found(_side_by_side(list(parts.values())), _normaliser(y.astype(x.dtype), Z, scale))
   find = functools.partial(_read, x, y, S, transposed=False, interpret=interpret, dtype=dtype, by_rows=by_rows)
   numerator, normaliser = find(_Options(Z=Z, scale=scale, has_state=has_state), Piece(0, 0, 0))
   more = [find(_Options(scale=scale, has_state=has_state), Piece(0, 0, u))[0] for u in range(1, pieces.values)]
@@ -113,22 +117,16 @@ def read_transposed(
   centre: BFloat16[Array, "B H dv"] | None = None,
   interpret: Any = None,
 ) -> Float[Array, "B T Hq d"]:
-  """rows_i + scale_i (sum_a (x_ia y_i) S[a]^T + w_scale_i w_i Z); anything in heads without a state.
+  """rows_i + scale_i (sum_a (x_ia y_i) S[a]^T + w_scale_i w_i Z); rows_i alone in heads without a state.
 
   Of y less `centre`, if that is given.
   """
-  pieces = _pieces(x, S)
-
-  def of_columns(j: int) -> Float[Array, "B T Hq w"]:
-    found = rows
-    for i in range(pieces.first):
-      for u in range(pieces.values):
-        given = _Options(rows=found, scale=scale, has_state=has_state, centre=centre)
-        given = given._replace(Z=Z, w=w, w_scale=w_scale) if u == 0 else given
-        (found,) = _read(x, y, S, given, Piece(i, j, u), transposed=True, interpret=interpret)
-    return found
-
-  return _side_by_side([of_columns(j) for j in range(pieces.second)])
+  pieces, found = _pieces(x, S), rows
+  for piece in itertools.starmap(Piece, np.ndindex(*pieces)):
+    given = _Options(scale=scale, has_state=has_state, centre=centre)
+    given = given._replace(Z=Z, w=w, w_scale=w_scale) if piece.u == 0 else given
+    (found,) = _read(x, y, S, given, piece, found, transposed=True, interpret=interpret)
+  return found
 
 
 def read_values(
@@ -136,14 +134,18 @@ def read_values(
   y: BFloat16[Array, "B T Hq d"],
   S: BFloat16[Array, "B H m n w w w"],
   rows: Float[Array, "B T Hq dv"],
+  scale: Float[Array, "B Hq T"],
   *,
   has_state: Int[Array, "B H"] | None = None,
   interpret: Any = None,
 ) -> Float[Array, "B T Hq dv"]:
-  """rows_i + sum_a (x_ia y_i) S[a]; x is y, time last, and discounted. Rows_i alone in heads without a state."""
-  if _pieces(x, S).first > 1:  # sums of several launches are not rounded in between
-    return _symmetric(x, y, S, rows.astype(jnp.float32), None, has_state, interpret).astype(rows.dtype)
-  return _symmetric(x, y, S, rows, None, has_state, interpret)
+  """rows_i + scale_i sum_a (x_ia y_i) S[a]; x is y, time last. Rows_i alone in heads without a state."""
+  # Sums of several launches are not rounded in between.
+  found = rows if _pieces(x, S).first == 1 else rows.astype(jnp.float32)
+  given = _Options(scale=scale, has_state=has_state)
+  for piece in _symmetric(x, S):
+    (found,) = _read(x, y, S, given, piece, found, transposed=False, interpret=interpret)
+  return found.astype(rows.dtype)
 
 
 def _pieces(x: BFloat16[Array, "B Hq d T"], S: BFloat16[Array, "B H m n w w w"]) -> Pieces:
@@ -151,28 +153,9 @@ def _pieces(x: BFloat16[Array, "B Hq d T"], S: BFloat16[Array, "B H m n w w w"])
   return Pieces(parts, parts, S.shape[2] // parts**2)
 
 
-def _symmetric(
-  x: BFloat16[Array, "B Hq d T"],
-  y: Float[Array, "B T Hq d"],
-  S: BFloat16[Array, "B H m n w w w"],
-  rows: Float[Array, "B T Hq dv"] | None,
-  scale: Float[Array, "B Hq T"] | None,
-  has_state: Int[Array, "B H"] | None,
-  interpret: Any,
-) -> Float[Array, "B T Hq dv"]:
-  """The sums over a symmetric state: of pieces (i, j) and (j, i) one, twice as heavy."""
-  pieces = _pieces(x, S)
-
-  def of_values(u: int) -> Float[Array, "B T Hq w"]:
-    found = rows
-    for i in range(pieces.first):
-      for j in range(i, pieces.second):
-        given = _Options(rows=found, scale=scale, has_state=has_state)
-        (found,) = _read(x, y, S, given, Piece(i, j, u), transposed=False, interpret=interpret)
-    assert found is not None
-    return found
-
-  return _side_by_side([of_values(u) for u in range(pieces.values)])
+def _symmetric(x: BFloat16[Array, "B Hq d T"], S: BFloat16[Array, "B H m n w w w"]) -> list[Piece]:
+  """Those that are read of a symmetric state: of pieces (i, j) and (j, i) one, twice as heavy."""
+  return [piece for piece in itertools.starmap(Piece, np.ndindex(*_pieces(x, S))) if piece.i <= piece.j]
 
 
 def _side_by_side(parts: list[Array]) -> Float[Array, "B T Hq _"]:
@@ -197,21 +180,23 @@ def _read(
   S: BFloat16[Array, "B H m n w w w"],
   given: _Options,
   piece: Piece,
+  rows: Float[Array, "B T Hq _"] | None = None,
   *,
   transposed: bool,
   interpret: Any,
   dtype: DTypeLike = jnp.float32,
   by_rows: bool = False,
 ) -> tuple[Array, ...]:
-  """What one piece gives; Z's piece is that of its coordinates, the rows that of the outputs'.
+  """What one piece gives, added to `rows` if there are: where its outputs' coordinates are in the whole head.
 
-  Where there are several, the program reads from memory which one, so that one program serves many.
+  Z's piece is that of its coordinates. Where there are several, the program reads from memory which one, so that one
+  program serves many.
   """
   batch, all_heads, _, time = x.shape
   heads, _, count = S.shape[1:4]
   width, pieces = STATE_WIDTH, _pieces(x, S)
   place = None if pieces.total == 1 else jnp.asarray([*piece, pieces.number(piece)], jnp.int32)
-  rows_of_piece = given.rows is not None and given.rows.shape[-1] == width
+  into = None if rows is None else jax.new_ref(rows)
   group, tiles, in_chunk = all_heads // heads, time // BLOCK, time // count // BLOCK
   assert time % (count * BLOCK) == 0
   # Matrices come whole, or by quarters of their columns, or rows: of S[a] only a's quarter and later ones are needed.
@@ -246,7 +231,8 @@ def _read(
     refs = list(more)
     options: Any = _Options(*(None if array is None else refs.pop(0) for array in given))
     place_ref: Any = None if place is None else refs.pop(0)
-    outputs = [refs.pop(0) for _ in range(results)]
+    target = refs.pop(0)  # what is added to, or the first output
+    normaliser_ref = refs.pop(0) if finds_normaliser else None
     x_smem, (y_smem, rounded_smem), w_smem, s_smem, out_smem, vectors_smem, here, filled, freed, *staging = refs
     w_scale_smem, scale_smem, normaliser_smem = (vectors_smem.at[max(0, n)] for n in places)
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
@@ -254,20 +240,14 @@ def _read(
     b, head = (f(row, jnp.int32(all_heads)) for f in (lax.div, lax.rem))
     c, source = lax.div(tile, jnp.int32(in_chunk)), lax.div(head, jnp.int32(group))
     i, j, u, number = (0,) * 4 if place is None else (place_ref[n] for n in range(4))
-    of_y, of_rows = (u, j) if transposed else (j, u)
+    of_y, of_target = (u, j) if transposed else (j, u)
     stateful = unless_stateless(1, options.has_state, b, source) > 0
 
     def tokens(part):
       return pl.ds(tile * BLOCK + part * ROWS, ROWS)
 
-    def rows_of(part):
-      return options.rows.at[b, tokens(part), head, coordinates(0 if rows_of_piece else of_rows)]
-
-    if given.has_state is not None and given.rows is not None and not transposed:
-
-      @pl.when((thread < _COMPUTING) & ~stateful)
-      def pass_on():
-        outputs[0][b, tokens(thread), head] = plgpu.load(rows_of(thread), layout=WGMMA, optimized=False)
+    def target_of(part):
+      return target.at[b, tokens(part), head, coordinates(of_target if target.shape[-1] > width else 0)]
 
     @pl.when((thread < _COMPUTING) & stateful)
     def compute():
@@ -340,13 +320,13 @@ def _read(
       (z,) = accumulate(gather, (initial,), interpret)
       if options.scale is not None:
         z = z * down(along(scale_smem.at[thread]), z.shape)
-      if options.rows is not None:
+      if rows is not None:
         z = z + plgpu.load(out_smem.at[thread], layout=WGMMA, optimized=False).astype(f32)
       out_smem[thread] = z.astype(out_smem.dtype)
       plgpu.commit_smem()
-      plgpu.copy_smem_to_gmem(out_smem.at[thread], outputs[0].at[b, tokens(thread), head])
-      if finds_normaliser:
-        plgpu.copy_smem_to_gmem(normaliser_smem.at[thread], outputs[1].at[b, head, tokens(thread)])
+      plgpu.copy_smem_to_gmem(out_smem.at[thread], target_of(thread))
+      if normaliser_ref is not None:
+        plgpu.copy_smem_to_gmem(normaliser_smem.at[thread], normaliser_ref.at[b, head, tokens(thread)])
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when((thread == _COMPUTING) & stateful)
@@ -359,8 +339,8 @@ def _read(
         fetch(y_ref.at[b, tokens(part), head, coordinates(of_y)], y_smem.at[part], here)
         if options.w is not None:
           fetch(options.w.at[b, tokens(part), head, coordinates(i)], w_smem.at[part], here)
-        if options.rows is not None:
-          fetch(rows_of(part), out_smem.at[part], here)
+        if rows is not None:
+          fetch(target_of(part), out_smem.at[part], here)
         for source_ref, target in ((options.w_scale, w_scale_smem), (options.scale, scale_smem)):
           if source_ref is not None:
             fetch(source_ref.at[b, head, tokens(part)], target.at[part], here)
@@ -369,8 +349,8 @@ def _read(
         for m in range(fetches):  # what is too many comes again, for a barrier waits for as many every time
           if by_rows:
             term, part = divmod(m, fetches // TERMS)
-            rows = pl.ds(part * of_Z, of_Z)
-            fetch(options.Z.at[b, source, c, term, rows], s_smem.at[0, pl.ds(m * of_Z, of_Z)], filled.at[0])
+            some = pl.ds(part * of_Z, of_Z)
+            fetch(options.Z.at[b, source, c, term, some], s_smem.at[0, pl.ds(m * of_Z, of_Z)], filled.at[0])
             continue
           n = m % (parts * TERMS)
           at = pl.ds(j * width + (n % parts) * columns, columns)
@@ -396,14 +376,11 @@ def _read(
       for n in range(visits - _SLOTS, visits):  # leave no arrival unseen
         plgpu.barrier_wait(freed.at[n % _SLOTS])
 
-  if given.rows is not None:
-    dtype = given.rows.dtype
-  outputs = [jax.ShapeDtypeStruct((batch, time, all_heads, width), dtype)]
+  outputs = [] if rows is not None else [jax.ShapeDtypeStruct((batch, time, all_heads, width), dtype)]
   if finds_normaliser:
     outputs.append(jax.ShapeDtypeStruct((batch, all_heads, time), f32))
-  results = len(outputs)
 
-  by_token = given.w, given.w_scale, given.rows, given.scale
+  by_token = given.w, given.w_scale, rows, given.scale
   # Numbers of tokens in shared memory: those that scale, and the normalisers found.
   wanted = [given.w_scale is not None, given.scale is not None, finds_normaliser]
   places = [sum(wanted[: n + 1]) - 1 for n in range(3)]
@@ -413,7 +390,7 @@ def _read(
     plgpu.RefUnion(*y_memory) if interpret is None else y_memory,
     plgpu.SMEM((1,), f32) if given.w is None else shared((_COMPUTING, ROWS, width), given.w.dtype),
     shared((_SLOTS, in_visit * columns, width) if by_rows else (_SLOTS, in_visit, width, columns), S.dtype, columns),
-    shared((_COMPUTING, ROWS, width), dtype),
+    shared((_COMPUTING, ROWS, width), dtype if rows is None else rows.dtype),
     plgpu.SMEM((max(1, sum(wanted)), _COMPUTING, ROWS), f32),
     plgpu.Barrier(num_arrivals=1 + _COMPUTING * (1 + sum(array is not None for array in by_token))),
     plgpu.Barrier(num_arrivals=fetches, num_barriers=_SLOTS),
@@ -431,5 +408,5 @@ def _read(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name="state_read",
-  )(x, y, S, *(array for array in (*given, place) if array is not None))
-  return tuple(varying_as(x, found))
+  )(x, y, S, *(array for array in (*given, place, into) if array is not None))
+  return tuple(varying_as(x, found)) if into is None else (jax.freeze(into),)
