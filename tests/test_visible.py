@@ -373,12 +373,12 @@ def test_what_states_cost():
     return float(visible.cost_of_states(jnp.int32(states), batch, widths, group, gradients))
 
   assert cost(0) == cost(0, 4, (128, 128), 2, False) == 0
-  assert cost(1) == 15 + 19 + 6 * 12  # what is written for one is written for twelve
-  assert cost(12) == 12 * 15 + 19 + 6 * 12
-  assert cost(13) == 13 * 15 + 19 + 6 * 24
+  assert cost(1) == 12 + 19 + 9 * 12  # what is written for one is written for twelve
+  assert cost(12) == 12 * 12 + 19 + 9 * 12
+  assert cost(13) == 13 * 12 + 19 + 9 * 24
   assert cost(12, batch=4) == cost(12)  # four walks of a quarter the length
-  assert cost(1, batch=4) == 15 + 19 + 6 * 12 / 4
-  assert cost(12, group=4) == 12 * 15 + (19 + 6 * 12) / 4  # queries read, keys are written
+  assert cost(1, batch=4) == 12 + 19 + 9 * 12 / 4
+  assert cost(12, group=4) == 12 * 12 + (19 + 9 * 12) / 4  # queries read, keys are written
   assert cost(12, widths=(128, 128)) == 12 * 25 + 80 + 12 * 25
   assert cost(12, gradients=False) < cost(12)
 

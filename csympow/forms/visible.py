@@ -31,7 +31,7 @@ from kernels_pallas.weights import INVISIBLE, LOG2E
 
 LEFT_OUT = 2.0**-12  # of sums whose terms are rounded to 2 ** -9 of themselves
 # Of states in one piece and in eight, without gradients and with them: once, for each that is read, and is written.
-_COSTS = {(1, False): (30, 10, 9), (1, True): (19, 15, 6), (8, False): (288, 45, 45), (8, True): (80, 25, 25)}
+_COSTS = {(1, False): (30, 10, 9), (1, True): (19, 12, 9), (8, False): (288, 45, 45), (8, True): (80, 25, 25)}
 LONG = 4_096  # tokens from which on looking for more to leave out is worth its time
 
 
