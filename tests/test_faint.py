@@ -13,6 +13,7 @@ from kernels_pallas.gpu.heard import heard
 from kernels_pallas.gpu.state_read import Found
 from kernels_pallas.gpu.tiles import ROWS
 from kernels_pallas.weights import INVISIBLE, LOG2E
+from tests import comparing
 from tests.comparing import WHERE
 
 CHUNK, CHUNKS, WIDTH = 256, 4, 64

@@ -50,7 +50,7 @@ def test_nearly_orthogonal_queries_and_keys_in_bfloat16(form):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_normaliser_of_rounding_noise_gives_no_nan_and_no_infinity(form, dtype, cosine):
-  for name, value in gradients(nearly_orthogonal(cosine, T=63, d=8, dtype=dtype), {}, form).items():
+  for name, value in gradients(comparing.nearly_orthogonal(cosine, T=63, d=8, dtype=dtype), {}, form).items():
     assert np.all(np.isfinite(np.float32(value))), name
 
 

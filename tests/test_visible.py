@@ -161,6 +161,7 @@ def found_visible(q, k, v, end, power, monkeypatch, chunk=None, beyond_chunks=Fa
   settings = Settings(power, chunk or q.shape[1], TILE, TILE, "high", interpret=QUICKLY)
   decay = jnp.asarray(np.exp(end - before_of(end)), jnp.float32)
   widths, group = (q.shape[-1], v.shape[-1]), q.shape[2] // k.shape[2]
+  assert not beyond_chunks or visible.may_spare_states(q.shape[1], settings)
   has_state = visible.worth_a_state(*totals, settings, widths, group, True) if beyond_chunks else None
   tiles = visible.Tiles(*totals, decay, lambda fades: (q, k), v, has_state)
   found = visible.visible(tiles, settings)
@@ -296,9 +297,11 @@ def test_kernels_that_leave_tiles_out_are_right_in_the_interpreter(power, monkey
     *(("chunked", 2, d) for d in (64, 128)),
   ],
 )
-def test_long_sequences_are_right_on_the_chip(form, power, d):
+def test_long_sequences_are_right_on_the_chip(form, power, d, monkeypatch):
   """Gates as models learn them, some of whose heads forget sooner than others: float32 by XLA is what is right."""
-  T, heads = visible.LONG + 1000 if d < 128 else 9_472, 3
+  found = recorded(monkeypatch)
+  mixed(monkeypatch)
+  T, heads = visible.LONG + 1000 if d < 128 or form == "attention" else 9_472, 3
   random = np.random.default_rng(0)
   q, k, v, dy = (jnp.asarray(random.normal(size=(1, T, heads, d)), jnp.bfloat16) for _ in range(4))
   logits = np.array([4.0, 6.0, 8.0]) + 2 * random.normal(size=(1, T, heads))
@@ -313,16 +316,18 @@ def test_long_sequences_are_right_on_the_chip(form, power, d):
 
   results = jax.jit(with_gradients, static_argnums=(0, 1, 2))(form, "pallas", jnp.bfloat16)
   expected = jax.jit(with_gradients, static_argnums=(0, 1, 2))("attention", "xla", jnp.float32)
-  for name, found, exact in zip(("y", "dq", "dk", "dv", "dlog_gate"), results, expected, strict=True):
-    comparing.assert_close(found, exact, 5e-3, name)
+  jax.effects_barrier()
+  assert form == "attention" or {*found[0][1].ravel()} == {0, 1}
+  for name, result, exact in zip(("y", "dq", "dk", "dv", "dlog_gate"), results, expected, strict=True):
+    comparing.assert_close(result, exact, 5e-3, name)
 
 
 @pytest.mark.usefixtures("long")
 def test_heads_that_forget_soon_enough_read_beyond_their_chunks_and_need_no_state(monkeypatch):
   monkeypatch.setattr(visible, "cost_of_states", lambda states, *rest: 2.0 * states)
   tile = np.arange(8)
-  # Gates leave hardly anything of the first and the last head, whose keys nevertheless have to be read all the same,
-  # something of the second for long, and of the third nothing but then everything.
+  # Gates leave hardly anything of the first and the last head, of whose keys the last one's have to be read all the
+  # same, something of the second for long, and of the third nothing but then everything.
   far = np.stack([np.maximum(tile - 3, 0), tile, 0 * tile, 0 * tile])[None]
   monkeypatch.setattr(visible, "reach", lambda *arguments, **options: jnp.asarray(far))
   monkeypatch.setattr(visible, "bounds", lambda *arguments, **options: None)
@@ -341,46 +346,59 @@ def test_heads_that_forget_soon_enough_read_beyond_their_chunks_and_need_no_stat
   assert np.any(first[0, 0] < in_chunk_first[0, 0])
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize(("widths", "group"), [((64, 64), 1), ((64, 64), 4), ((128, 128), 1), ((64, 128), 1)])
-@pytest.mark.parametrize(("batch", "heads", "tiles"), [(1, 12, 512), (4, 12, 128), (1, 1, 64), (3, 5, 40)])
+@pytest.mark.parametrize(
+  ("batch", "heads", "tiles", "widths", "group", "gradients"),
+  [
+    (1, 12, 512, (64, 64), 1, True),
+    (4, 12, 128, (64, 64), 1, False),
+    (1, 1, 64, (64, 64), 4, True),
+    (3, 5, 40, (64, 128), 1, False),
+    (1, 6, 256, (128, 128), 2, True),
+  ],
+)
 def test_as_many_heads_have_states_as_is_cheapest(batch, heads, tiles, widths, group, gradients):
   random = np.random.default_rng(0)
   remembered = np.exp(random.uniform(0, 6, (batch, heads, 1)))  # tiles
   end = np.cumsum(np.log(visible.LEFT_OUT) / remembered * random.uniform(0, 2, (batch, heads, tiles)), axis=-1)
   before = before_of(end)
   totals = (Total(*map(jnp.asarray, halves(x))) for x in (before, end))
-  settings = Settings(2, TILE, TILE, TILE, "high")
+  settings = Settings(2, 8 * TILE, TILE, TILE, "high")
   found = np.asarray(visible.worth_a_state(*totals, settings, widths, group, gradients))
   seen = (before[..., None] - end[..., None, :] >= np.log(visible.LEFT_OUT)) | np.eye(tiles, dtype=bool)
   reads = np.sum(seen & np.tri(tiles, dtype=bool), axis=-1) - 1
 
-  def cost(without, with_state, batch):
-    read = reads[b, without]
-    by_block = 0 if not len(read) else np.max(read) * 132 / (batch * group * (tiles / 2))
+  inside = np.minimum(reads, np.arange(tiles) % 8)
+  # Tiles of queries that a block of the grid has, of each of a group's heads.
+  by_block = group if gradients else 1 if max(widths) > 64 else 2
+
+  def cost(b, without, with_state):
+    read = np.concatenate([reads[b, without], inside[b, with_state]])
     of_states = visible.cost_of_states(jnp.int32(len(with_state)), batch, widths, group, gradients)
-    return max(np.sum(np.mean(read, axis=-1)), by_block) + float(of_states)
+    longest = np.max(read) * by_block * 132 / (batch * group * tiles)
+    return max(np.sum(np.mean(read, axis=-1)), longest) + float(of_states)
 
   for b in range(batch):
     order = np.argsort(-np.mean(reads[b], axis=-1), kind="stable")
-    costs = [cost(order[n:], order[:n], batch) for n in range(heads + 1)]
-    chosen = cost(np.flatnonzero(found[b] == 0), np.flatnonzero(found[b]), batch)
+    costs = [cost(b, order[n:], order[:n]) for n in range(heads + 1)]
+    chosen = cost(b, np.flatnonzero(found[b] == 0), np.flatnonzero(found[b]))
     assert chosen <= min(costs) * (1 + 1e-5)
 
 
-def test_what_states_cost():
-  def cost(states, batch=1, widths=(64, 64), group=1, gradients=True):
-    return float(visible.cost_of_states(jnp.int32(states), batch, widths, group, gradients))
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (64, 128)])
+def test_states_cost_more_the_more_there_are_but_those_of_a_walk_are_written_at_once(widths, gradients):
+  def cost(states, batch=1, group=1):
+    return np.asarray(visible.cost_of_states(jnp.arange(1 + states), batch, widths, group, gradients))[-1]
 
-  assert cost(0) == cost(0, 4, (128, 128), 2, False) == 0
-  assert cost(1) == 12 + 19 + 9 * 12  # what is written for one is written for twelve
-  assert cost(12) == 12 * 12 + 19 + 9 * 12
-  assert cost(13) == 13 * 12 + 19 + 9 * 24
-  assert cost(12, batch=4) == cost(12)  # four walks of a quarter the length
-  assert cost(1, batch=4) == 12 + 19 + 9 * 12 / 4
-  assert cost(12, group=4) == 12 * 12 + (19 + 9 * 12) / 4  # queries read, keys are written
-  assert cost(12, widths=(128, 128)) == 12 * 25 + 80 + 12 * 25
-  assert cost(12, gradients=False) < cost(12)
+  assert cost(0) == 0
+  by_number = np.diff([cost(n) for n in range(26)])
+  assert np.all(by_number > 0)
+  if widths == (64, 64):
+    np.testing.assert_allclose(by_number[np.r_[1:12, 13:24]], by_number[1], rtol=1e-5)
+    assert by_number[12] > by_number[11]  # a second walk
+    np.testing.assert_allclose(cost(12, batch=4), cost(12), rtol=1e-5)  # four walks of a quarter the length
+  # Queries of all heads of a group read, but their keys are written once.
+  assert cost(12) / 4 < cost(12, group=4) < cost(12)
 
 
 def test_many_calls_at_once_are_of_one_mind():
@@ -399,6 +417,12 @@ def forgetting_and_not(case, slowest=1e-2):
   x, rest = comparing.inputs(case)
   rate = jnp.array([2.0, slowest])
   return x | {"log_gate": x["log_gate"] * (rate if case.H == 2 else rate[:, None, None])}, rest
+
+
+def mixed(monkeypatch):
+  """Makes states so cheap that short sequences have some of heads that remember much, and none of others."""
+  monkeypatch.setattr(visible, "MULTIPROCESSORS", 1)
+  monkeypatch.setattr(visible, "cost_of_states", lambda states, *rest: 6.0 * states)
 
 
 def recorded(monkeypatch):
@@ -497,8 +521,7 @@ def test_where_a_state_comes_in_or_goes_out_all_heads_have_one(entry, searched, 
   ids=str,
 )
 def test_heads_with_a_state_and_without_are_right_on_the_chip(case, monkeypatch):
-  monkeypatch.setattr(visible, "MULTIPROCESSORS", 1)
-  monkeypatch.setattr(visible, "cost_of_states", lambda states, *rest: 6.0 * states)  # or sequences were too short
+  mixed(monkeypatch)
   found = recorded(monkeypatch)
   (x, rest), weights = forgetting_and_not(case), comparing.cotangents(case)
   how = {"entry": "attention", "power": 2, "form": "chunked", "implementation": "pallas"}

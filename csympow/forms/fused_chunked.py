@@ -5,9 +5,10 @@
 
 Here a state is not a vector of features but all products of two coordinates: a matrix dv x d for each coordinate a,
 in pieces of 64 coordinates where heads are wider.
-Attention inside chunks, states, and what is read of them are kernels, but for the normaliser of wide heads. A head that
-forgets so soon that reading all it remembers costs less has no state, but attention beyond its chunks, and so has one
-whose queries ask for what rounding has drowned in it.
+Attention inside chunks, states, and what is read of them are kernels, but for the normaliser of wide heads. Heads that
+forget so soon that reading all they remember costs less have no state, but attention beyond their chunks, and so has
+one whose queries ask for what rounding has drowned in it. **A call of which no head has a state is the attention
+form**, forwards and backwards; which it is is known on the device.
 """
 
 import functools
@@ -27,7 +28,7 @@ from csympow.forms.faint import Read, faint
 from csympow.forms.memory import Memory
 from csympow.forms.once import differentiated_once
 from csympow.forms.spans import Settings, by_head
-from csympow.forms.visible import Visible, anywhere
+from csympow.forms.visible import Visible, anywhere, may_spare_states
 from csympow.prefix import Total
 from kernels_pallas.gpu import arrays, attention_forward, gram, scan, state_read, state_write, symmetric_write
 from kernels_pallas.gpu.copies import Copy, copies
@@ -63,6 +64,13 @@ class _Keys(NamedTuple):
 
   k: BFloat16[Array, "B T H d"]
   x: BFloat16[Array, "B H d T"]
+
+
+class _Copied(NamedTuple):
+  """What states are read by, and made of: of both factors, or of what is each of them."""
+
+  queries: BFloat16[Array, "B Hq d T"]
+  keys: _Keys | BFloat16[Array, "B H d T"]
 
 
 class _States(NamedTuple):
@@ -135,69 +143,89 @@ def _forward(
   exponents = near.exponents(tokens, largest)
   discounts = _discounts(exponents, G, settings.chunk)
   # What is symmetric in a state is needed twice by gradients only: neither queries nor `_features` read it twice.
-  once = not save and Pieces.of(q.shape[-1], tokens.v.shape[-1]).total == 1
-  of_k = (_root_of_keys(discounts),) if once else _of_keys(discounts)
+  halved = not save and Pieces.of(q.shape[-1], tokens.v.shape[-1]).total == 1
+  of_k = (_root_of_keys(discounts),) if halved else _of_keys(discounts)
   of_q = [Copy(jnp.bfloat16, time_last=True)]
-  of_state = initial is not None or return_final
-  x, (time_last,), k_copies = near.operands_and_copies(
-    tokens, G, exponents, of_q, of_k, settings, beyond_chunks=not of_state, save=save
-  )
+  may_spare = _may_spare_states(q.shape[1], initial, return_final, settings)
+  has_state = near.states_of(tokens, G, settings, save) if may_spare else None
+  x, (time_last,), k_copies = near.operands_and_copies(tokens, G, exponents, of_q, of_k, settings, has_state)
   scale = near.state_scale(x.top)
   if initial is not None:
     initial = Full(initial.S / _of_pieces(scale), initial.Z / scale)
-  across = discounts.across
-  keys = None if once else _Keys(*k_copies)
+  copied = _Copied(time_last, k_copies[0] if halved else _Keys(*k_copies))
   how: dict[str, Any] = {"power": power, "dtype": dtype, "save_low": save, "interpret": interpret}
 
   def by_states() -> _Gathered:
-    middle, start = _centre(x.v, initial), initial
-    left, right = (k_copies[0], None) if keys is None else (keys.x, keys.k)
-    how_states: dict[str, Any] = {"has_state": x.has_state, "interpret": interpret}
-    added = gram.gram(left, right, None, *across.shape[1:], time_last=True, **how_states)
-    Z = scan.scan(added, across, None if start is None else start.Z, interpret=interpret)
-    if keys is not None and start is not None:
-      start = _about(start, middle)
-    S_start = None if start is None else start.S
-    if keys is None:
-      of_sums = symmetric_write.Centre(middle.astype(jnp.float32), jnp.sum(Z.found, axis=3, dtype=jnp.float32))
-      S = symmetric_write.write(left, x.v, across, of_sums, S_start, **how_states)
-    else:
-      S = state_write.write(keys.x, x.v, keys.k, across, S_start, centre=middle, **how_states)
-
-    # Gradients need what rounding to 16 bits would lose.
-    wanted = jnp.float32 if save else jnp.bfloat16
-    found = S.found, Z.found, discounts.since_start
-    far = state_read.read(time_last, x.q, *found, by_rows=once, dtype=wanted, **how_states)
-    reading = x
-    # What a state in or out does to gradients is left to states.
-    if across.shape[2] > 1 and start is None and not (return_final and save):
-      assert S.squares is not None
-      of_chunks = near.spans(G, settings.chunk)
-      read = Read(
-        q=x.q,
-        k=x.keys.plain,
-        k_scale=discounts.k_scale,
-        log_gate=of_chunks.G - of_chunks.before,
-        found=far,
-        squares=S.squares,
-        centre_size=jnp.linalg.norm(middle.astype(jnp.float32), axis=-1),
-        head_dim=head_dim,
-      )
-      reading = near.read_without_states(x, faint(read, interpret))
-    carried = arrays.Carried(*far, reading.has_state, middle.astype(jnp.float32))
-    y = attention_forward.forward(x.q, reading.keys, x.v, carried, **how)
-    final = Full(S.final, Z.final) if return_final else None
-    return _Gathered(y, reading.seen, _States(middle, start, S.found, Z.found, final, far.normaliser >= 0))
+    return _by_states(x, copied, G, discounts, initial, settings, head_dim, return_final, how)
 
   def by_keys() -> _Gathered:
-    return _Gathered(attention_forward.forward(x.q, x.keys, x.v, **how), x.seen, _no_states(x, across.shape[2]))
+    y = attention_forward.forward(x.q, x.keys, x.v, **how)
+    return _Gathered(y, x.seen, _no_states(x, discounts.across.shape[2]))
 
-  y, seen, states = by_states() if x.has_state is None else lax.cond(anywhere(x.has_state), by_states, by_keys)
+  y, seen, states = lax.cond(anywhere(has_state), by_states, by_keys) if may_spare else by_states()
   final = states.final
-  result = final if once or final is None else _about(final, -states.centre)
+  result = final if halved or final is None else _about(final, -states.centre)
   result = None if result is None else Full(result.S * _of_pieces(scale), result.Z * scale)
-  saved = _Saved(x.reading(seen), None if keys is None else keys.x, G, rotation, states, y)
+  keys = copied.keys.x if isinstance(copied.keys, _Keys) else None
+  saved = _Saved(x.reading(seen), keys, G, rotation, states, y)
   return (y.high.reshape(*q.shape[:-1], -1), result), saved
+
+
+def _may_spare_states(time: int, initial: Full | None, return_final: bool, settings: Settings) -> bool:
+  """Whether the call may turn out to be the attention form's, because no head is worth a state."""
+  return initial is None and not return_final and may_spare_states(time, settings)
+
+
+def _by_states(
+  x: near.Operands,
+  copied: _Copied,
+  G: Total,
+  discounts: _Discounts,
+  initial: Full | None,
+  settings: Settings,
+  head_dim: int,
+  return_final: bool,
+  how: dict[str, Any],
+) -> _Gathered:
+  """What queries gather inside their chunks and from states, of which some head has one; `how` for the former."""
+  keys, across, interpret, save = copied.keys, discounts.across, settings.interpret, how["save_low"]
+  options: dict[str, Any] = {"has_state": x.has_state, "interpret": interpret}
+  middle = _centre(x.v, initial)
+  left, right = (keys.x, keys.k) if isinstance(keys, _Keys) else (keys, None)
+  added = gram.gram(left, right, None, *across.shape[1:], time_last=True, **options)
+  Z = scan.scan(added, across, None if initial is None else initial.Z, interpret=interpret)
+  if right is not None and initial is not None:
+    initial = _about(initial, middle)
+  start = None if initial is None else initial.S
+  if right is None:
+    of_sums = symmetric_write.Centre(middle.astype(jnp.float32), jnp.sum(Z.found, axis=3, dtype=jnp.float32))
+    S = symmetric_write.write(left, x.v, across, of_sums, start, **options)
+  else:
+    S = state_write.write(left, x.v, right, across, start, centre=middle, **options)
+
+  # Gradients need what rounding to 16 bits would lose.
+  wanted = jnp.float32 if save else jnp.bfloat16
+  found = S.found, Z.found, discounts.since_start
+  far = state_read.read(copied.queries, x.q, *found, by_rows=right is None, dtype=wanted, **options)
+  # What a state in or out does to gradients is left to states.
+  if across.shape[2] > 1 and initial is None and not (return_final and save):
+    assert S.squares is not None
+    of_chunks = near.spans(G, settings.chunk)
+    read = Read(
+      q=x.q,
+      k=x.keys.plain,
+      k_scale=discounts.k_scale,
+      log_gate=of_chunks.G - of_chunks.before,
+      found=far,
+      squares=S.squares,
+      centre_size=jnp.linalg.norm(middle.astype(jnp.float32), axis=-1),
+      head_dim=head_dim,
+    )
+    x = near.read_without_states(x, faint(read, interpret))
+  carried = arrays.Carried(*far, x.has_state, middle.astype(jnp.float32))
+  y = attention_forward.forward(x.q, x.keys, x.v, carried, **how)
+  final = Full(S.final, Z.final) if return_final else None
+  return _Gathered(y, x.seen, _States(middle, initial, S.found, Z.found, final, far.normaliser >= 0))
 
 
 def _no_states(x: near.Operands, chunks: int) -> _States:
@@ -226,7 +254,7 @@ def _backward(
   saved: _Saved,
   cotangents: tuple[Float[Array, "B T H g dv"], Full | None],
 ) -> tuple[near.Tokens, Full | None]:
-  del return_final, head_dim
+  del head_dim
   (dy, dfinal), x = differentiated_once(cotangents), saved.operands
   # With what else is made of the same arrays, here or in the forward pass.
   given = backwards.cotangents(saved.y, dy)
@@ -240,7 +268,9 @@ def _backward(
     kernel = near.totals_kernel(settings)
     return backwards.without_state(dq, dk, inside.v.astype(dtype), pulls, saved.rotation, kernel), None
 
-  return by_states() if x.has_state is None else lax.cond(anywhere(x.has_state), by_states, by_keys)
+  if x.has_state is None or not _may_spare_states(x.q.shape[1], saved.states.initial, return_final, settings):
+    return by_states()
+  return lax.cond(anywhere(x.has_state), by_states, by_keys)
 
 
 def _backward_by_states(
@@ -293,10 +323,10 @@ def _backward_by_states(
   dq = transposed(queries.x, given.dy, states.found, queries.q, states.Z, inside.q, w_scale=dnormaliser)
   found = dS.found, k_discounted, dZ.found
   dk = transposed(keys, x.v, *found, inside.k, scale=discounts.k_scale, centre=states.centre)
-  # Both coordinates of a feature are of discounted keys, which is once too often.
-  until_end = discounts.until_end
-  once = jnp.where(until_end > 2.0**-48, 1 / until_end, 0.0)
-  dv = state_read.read_values(keys, k_discounted, dS.found, inside.v, once, has_state=x.has_state, interpret=interpret)
+  # Both coordinates of a feature are of discounted keys, which is once too often. A bfloat16 has room for no more: of
+  # what later keys leave of a value after such a gate, if there are none, its gradient is lost.
+  twice = jnp.where(discounts.until_end > 2.0**-56, 1 / discounts.until_end, 0.0)
+  dv = state_read.read_values(keys, k_discounted, dS.found, inside.v, twice, has_state=x.has_state, interpret=interpret)
 
   assert dS.inner is not None
   dinitial = Full(dS.final, dZ.final)

@@ -221,14 +221,13 @@ def operands_and_copies(
   of_q: Sequence[Copy],
   of_k: Sequence[Copy],
   settings: Settings,
-  beyond_chunks: bool = False,
+  has_state: Int[Array, "B H"] | None = None,
   folding: bool = True,
-  save: bool = True,
 ) -> tuple[Operands, list[Array], list[Array]]:
   """Operands of attention in chunks, and further copies of scaled and rotated queries and keys, for a state.
 
-  Heads that forget soon may have their queries read `beyond_chunks`, and no state, nor further copies. Without
-  `folding` the kernels multiply weights by discounts.
+  Queries of heads that have no state (0, or 1) read beyond their chunks, and of these there are no further copies.
+  Without `folding` the kernels multiply weights by discounts.
   """
   power = settings.power
   batch, time, _, head_dim = x.k.shape
@@ -236,11 +235,7 @@ def operands_and_copies(
   fold = jnp.exp2((until_end + log_scale) / power)
 
   turned = angles(x.rotation)
-  has_state = by_query_head = None
-  if beyond_chunks:
-    widths, group = (head_dim, x.v.shape[-1]), x.q.shape[3]
-    has_state = worth_a_state(*_ends(known), settings, widths, group, save)
-    by_query_head = None if has_state is None else jnp.repeat(has_state, group, axis=1)
+  by_query_head = None if has_state is None else jnp.repeat(has_state, x.q.shape[3], axis=1)
   of_q, of_k = ([copy._replace(of_some=True) for copy in further] for further in (of_q, of_k))
   of_folded = [Copy(jnp.float16, fold)]
   of_q, of_k = [Copy(jnp.float16), *of_q], [Copy(jnp.float16), *(of_folded if folding else ()), *of_k]
@@ -306,6 +301,14 @@ def forward(
     x = x._replace(q_exponent=jnp.moveaxis(y.exponent, 1, 2).reshape(x.q_exponent.shape))
   x = x._replace(angles=None)
   return y._replace(scaled=None, exponent=None), x if y.scaled is None else x._replace(q=y.scaled)
+
+
+def states_of(x: Tokens, G: Total, settings: Settings, gradients: bool) -> Int[Array, "B H"]:
+  """Which heads are to have a state: see `visible.worth_a_state`."""
+  _, *ends = spans(G, TILE)
+  before, end = (for_each(lambda half: half[..., 0], total) for total in ends)
+  widths, group = (x.k.shape[-1], x.v.shape[-1]), x.q.shape[3]
+  return worth_a_state(before, end, settings, widths, group, gradients)
 
 
 def state_scale(top: Int[Array, "B H"]) -> Float[Array, "B H 1 1"]:

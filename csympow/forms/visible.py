@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, BFloat16, Bool, Float, Float16, Int
 
 from csympow.forms.spans import Settings, for_each
@@ -26,12 +25,13 @@ from csympow.prefix import Total
 from kernels_pallas.gpu.bounds import bounds
 from kernels_pallas.gpu.pieces import Pieces
 from kernels_pallas.gpu.reach import reach
-from kernels_pallas.gpu.tiles import MULTIPROCESSORS, ROWS, TILE
+from kernels_pallas.gpu.tiles import MULTIPROCESSORS, ROWS, STATE_WIDTH, TILE
 from kernels_pallas.weights import INVISIBLE, LOG2E
 
 LEFT_OUT = 2.0**-12  # of sums whose terms are rounded to 2 ** -9 of themselves
-# Of states in one piece and in eight, without gradients and with them: once, for each that is read, and is written.
-_COSTS = {(1, False): (30, 10, 9), (1, True): (19, 12, 9), (8, False): (288, 45, 45), (8, True): (80, 25, 25)}
+# Of states in one piece and in eight, without gradients and with them: if there is one, for each that is read, and for
+# each that is written.
+_COSTS = {(1, False): (30, 6.5, 9), (1, True): (19, 8.5, 9), (8, False): (288, 29.5, 45), (8, True): (80, 9.5, 25)}
 LONG = 4_096  # tokens from which on looking for more to leave out is worth its time
 
 
@@ -64,7 +64,7 @@ def visible(x: Tiles, settings: Settings) -> Visible:
   """What is read inside chunks or, of heads that are better off without a state, beyond them."""
   tiles, in_chunk = x.decay.shape[2], settings.chunk // TILE
   if settings.gated and settings.chunk == tiles * TILE >= LONG:
-    first = _earliest(x, _fades(x, tiles - 1), settings)
+    first = _earliest(x, _fades(x), settings)
     return Visible(first, _latest(first, tiles))
   inside = _earliest_of_chunk(x, in_chunk)
   if x.has_state is None:
@@ -74,27 +74,35 @@ def visible(x: Tiles, settings: Settings) -> Visible:
   return Visible(first, _latest(first, tiles), x.has_state)
 
 
+def may_spare_states(time: int, settings: Settings) -> bool:
+  """Whether there are heads that had better have no state for all that `worth_a_state` knows before it sees gates."""
+  return settings.gated and settings.chunk < time and time >= LONG
+
+
 def worth_a_state(
   before: Total, end: Total, settings: Settings, widths: tuple[int, int], group: int, gradients: bool
-) -> Int[Array, "B H"] | None:
-  """Heads that are to have a state: 1, or 0 if queries had better read what gates leave; None if all have one.
+) -> Int[Array, "B H"]:
+  """Heads that are to have a state: 1, or 0 if queries had better read what gates leave.
 
-  Of each sequence those that remember most, as many as makes it cheapest where all sequences are like it. A head
-  without a state may read more than was counted here, where its keys are longer the older they are, some ten times as
-  much at most: after so much nothing is visible.
+  Of each sequence those that remember most, as many as makes it cheapest if all sequences are like it, and if there are
+  no others: under vmap each call counts as if it were alone. A head without a state may read more than was counted
+  here, where its keys are longer the older they are, some ten times as much at most: after so much nothing is visible.
   """
   batch, _, tiles = before.hi.shape
-  if not settings.gated or settings.chunk == tiles * TILE or tiles * TILE < LONG:
-    return None
-  reads = (jnp.arange(tiles) - _earliest_in_sight(end.hi, math.log(LEFT_OUT))).astype(jnp.float32)
-  mean, longest = jnp.mean(reads, axis=-1), jnp.max(reads, axis=-1)
+  place = jnp.arange(tiles)
+  read = place - _earliest_in_sight(end.hi, math.log(LEFT_OUT))
+  inside = jnp.minimum(read, place % (settings.chunk // TILE))
+  (all_of_it, longest), (inside, longest_inside) = ((jnp.mean(x, axis=-1), jnp.max(x, axis=-1)) for x in (read, inside))
   # Whoever has one if this head has and all that remember as much, and if none has: B head head.
-  have_one = mean[:, None] >= jnp.concatenate([mean, jnp.full((batch, 1), jnp.inf)], axis=1)[..., None]
+  have_one = all_of_it[:, None] >= jnp.concatenate([all_of_it, jnp.full((batch, 1), jnp.inf)], axis=1)[..., None]
   states = jnp.sum(have_one, axis=-1)
-  read, longest = (jnp.where(have_one, 0.0, x[:, None]) for x in (mean, longest))
-  # No block of the grid, of two tiles of queries, is done before it has read all that it is to.
-  by_block = jnp.max(longest, axis=-1) * 2 * MULTIPROCESSORS / (batch * group * tiles)
-  costs = jnp.maximum(jnp.sum(read, axis=-1), by_block) + cost_of_states(states, batch, widths, group, gradients)
+  by_all = jnp.sum(jnp.where(have_one, inside[:, None], all_of_it[:, None]), axis=-1)
+  # A block of the grid of the slower pass, for all heads that share keys or for some tiles of one, is not done before
+  # it has read all that it is to.
+  of_block = group if gradients else 2 if max(widths) <= STATE_WIDTH else 1
+  by_block = jnp.max(jnp.where(have_one, longest_inside[:, None], longest[:, None]), axis=-1)
+  by_block *= of_block * MULTIPROCESSORS / (batch * group * tiles)
+  costs = jnp.maximum(by_all, by_block) + cost_of_states(states, batch, widths, group, gradients)
   best = jnp.argmin(costs, axis=-1)
   return jnp.take_along_axis(have_one, best[:, None, None], axis=1)[:, 0].astype(jnp.int32)
 
@@ -102,16 +110,13 @@ def worth_a_state(
 def cost_of_states(
   states: Int[Array, "*lead"], batch: int, widths: tuple[int, int], group: int, gradients: bool
 ) -> Float[Array, "*lead"]:
-  """Of so many heads of a sequence, in tiles of keys that all queries of a head read in the same time.
-
-  Measured in heads of 64 and of 128, and in chunks of 1,024 and 4,096 tokens, whose own keys are not counted.
-  """
+  """Of so many heads of a sequence, in tiles of keys that all queries of a head read in the same time."""
   pieces = Pieces.of(*widths).total
   measured = 1 if pieces == 1 else 8
-  once, read, write = (cost * pieces / measured for cost in _COSTS[measured, gradients])
+  whatever, read, write = (cost * pieces / measured for cost in _COSTS[measured, gradients])
   together = 12 / pieces  # are written at once, which takes as long for fewer
   written = jnp.ceil(batch * states / together) * together / batch
-  return read * states + (once * (states > 0) + write * written) / group
+  return read * states + (whatever * (states > 0) + write * written) / group
 
 
 @jax.custom_batching.custom_vmap
@@ -144,18 +149,11 @@ def all_alike(time: int) -> bool:
   return time < LONG
 
 
-def _fades(x: Tiles, tiles: int) -> Bool[Array, "B H"]:
-  """Whether gates leave LEFT_OUT or less of what is so many tiles away, mostly."""
-  return jnp.mean(_faded(x.before, x.end, tiles).astype(jnp.float32), axis=-1) > 0.5
-
-
-def _faded(before: Total, end: Total, tiles: int) -> Bool[Array, "B H m"]:
-  """Where they do: at each tile that has so many before it."""
-  kept = for_each(lambda total: total[..., tiles:], before) - for_each(lambda total: total[..., :-tiles], end)
-  faded = kept < math.log(LEFT_OUT)
-  if faded.shape[-1] > 1:  # or a block of threads would look up all of a head's
-    faded = lax.optimization_barrier(faded)
-  return faded
+def _fades(x: Tiles) -> Bool[Array, "B H"]:
+  """Whether gates leave LEFT_OUT or less of the first tile to the last one."""
+  kept = for_each(lambda total: total[..., -1], x.before) - for_each(lambda total: total[..., 0], x.end)
+  fades: Array = kept < math.log(LEFT_OUT)
+  return fades
 
 
 def _earliest(x: Tiles, fades: Bool[Array, "B H"], settings: Settings) -> Int[Array, "B H n"]:

@@ -153,6 +153,10 @@ def _backward(
   assert jnp.dtype(dtype).itemsize == 2
   ours = [pl.ds(min(part * 64, all_of - some), some) for all_of, some in ((head_dim, k_wide), (value_dim, v_wide))]
 
+  def in_ring(visited, places):
+    """Of wide heads the compiler must not see which of two it is: it would keep more of either, and spill."""
+    return lax.rem(visited, jnp.int32(places)) if wide else place_in_ring(visited, places)
+
   def kernel(*refs):
     rows_ref, keys_ref, last_ref, v_ref, way_back_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
     found = len(leaves) + len(outputs)
@@ -214,7 +218,7 @@ def _backward(
           plgpu.wgmma(sums, left, right)
 
       def free(visited):
-        plgpu.barrier_arrive(q_freed.at[place_in_ring(visited, slots)])
+        plgpu.barrier_arrive(q_freed.at[in_ring(visited, slots)])
 
       def product(dq, buffer):
         """Of the dS of both warpgroups' keys with this one's queries."""
@@ -232,9 +236,9 @@ def _backward(
       def visit(place, fetch, weigh, dk, dv, first=False):
         def visit_tile(number, head, m, none):
           fetched = fetch(m)  # from afar, while queries come and products are under way
-          buffer = place_in_ring(number, 2)
+          buffer = in_ring(number, 2)
           for unit in range(_UNITS):
-            slot = place_in_ring(number * _UNITS + unit, slots)
+            slot = in_ring(number * _UNITS + unit, slots)
             plgpu.barrier_wait(q_filled.at[slot])
             # The dQ of the visit before.
             late = unit == 0 and not first
@@ -323,7 +327,7 @@ def _backward(
         product(dq, buffer)
         return dq[...]
 
-      buffer = place_in_ring(visits - 1, 2)
+      buffer = in_ring(visits - 1, 2)
       plgpu.barrier_wait(ds_filled)
       last_dq = pl.run_scoped(last_product, plgpu.ACC((ROWS, k_wide), f32))
       wait_if(visits > 1, dq_freed)
@@ -365,7 +369,7 @@ def _backward(
         def load_tile(number, head, m, none):
           for unit in range(_UNITS):
             visited = number * _UNITS + unit
-            slot, at = place_in_ring(visited, slots), pl.ds(m * TILE + unit * ROWS, ROWS)
+            slot, at = in_ring(visited, slots), pl.ds(m * TILE + unit * ROWS, ROWS)
             wait_if(visited >= slots, q_freed.at[slot])
             sources = [
               (rows_ref.q.at[b, at, head], q_smem),
@@ -404,7 +408,7 @@ def _backward(
       plgpu.set_max_registers(40, action="decrease")
 
       def add_tile(number, head, m, none):
-        buffer = place_in_ring(number, 2)
+        buffer = in_ring(number, 2)
         plgpu.barrier_wait(dq_filled)
         if ordered:
           plgpu.semaphore_wait(turns.at[b, head, m], m - n, decrement=False, memory_scope="gpu")

@@ -341,9 +341,9 @@ def _read(
           fetch(options.w.at[b, tokens(part), head, coordinates(i)], w_smem.at[part], here)
         if rows is not None:
           fetch(target_of(part), out_smem.at[part], here)
-        for source_ref, target in ((options.w_scale, w_scale_smem), (options.scale, scale_smem)):
+        for source_ref, numbers in ((options.w_scale, w_scale_smem), (options.scale, scale_smem)):
           if source_ref is not None:
-            fetch(source_ref.at[b, head, tokens(part)], target.at[part], here)
+            fetch(source_ref.at[b, head, tokens(part)], numbers.at[part], here)
 
       if first:
         for m in range(fetches):  # what is too many comes again, for a barrier waits for as many every time
@@ -409,4 +409,4 @@ def _read(
     interpret=interpret,
     kernel_name="state_read",
   )(x, y, S, *(array for array in (*given, place, into) if array is not None))
-  return tuple(varying_as(x, found)) if into is None else (jax.freeze(into),)
+  return (*(() if into is None else (jax.freeze(into),)), *varying_as(x, found))
