@@ -317,7 +317,7 @@ def test_long_sequences_are_right_on_the_chip(form, power, d, monkeypatch):
   results = jax.jit(with_gradients, static_argnums=(0, 1, 2))(form, "pallas", jnp.bfloat16)
   expected = jax.jit(with_gradients, static_argnums=(0, 1, 2))("attention", "xla", jnp.float32)
   jax.effects_barrier()
-  assert form == "attention" or {*found[0][1].ravel()} == {0, 1}
+  assert form == "attention" or np.unique(found[0][1]).tolist() == [0, 1]
   for name, result, exact in zip(("y", "dq", "dk", "dv", "dlog_gate"), results, expected, strict=True):
     comparing.assert_close(result, exact, 5e-3, name)
 
