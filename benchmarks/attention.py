@@ -1,6 +1,6 @@
 """Times power attention on a GPU beside cuDNN's softmax attention in the same process.
 
-    python benchmarks/attention.py                                      # the third table of docs/kernels.md
+    python benchmarks/attention.py                                      # the attention form's table in docs/kernels.md
     python benchmarks/attention.py --lengths=4096 --powers=2 --rotated  # one line of it, with rotations
 
 65,536 tokens at every length, or one sequence of more, 12 heads, bf16, gated (a logit offset of 6.9; `--offset=5` for

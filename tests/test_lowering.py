@@ -136,6 +136,13 @@ def test_several_places_trace_inside_shard_map(pairs, monkeypatch):
   assert "attention_forward" in str(jax.make_jaxpr(gradient)(x))
 
 
+@pytest.mark.usefixtures("long")
+def test_states_trace_inside_shard_map():
+  gradient, x = in_shard_map(Case(T=512, B=2, H=1, d=64, dv=64, dtype="bfloat16", entry="attention"), BLOCK)
+  program = str(jax.make_jaxpr(gradient)(x))
+  assert all(kernel in program for kernel in STATES)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pairs", [False, True])
 def test_several_places_lower_inside_shard_map_and_under_vmap(pairs, monkeypatch):

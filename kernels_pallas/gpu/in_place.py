@@ -24,18 +24,23 @@ def kernel_in_place(
   compiler_params: plgpu.CompilerParams,
   interpret: Any,
   name: str,
+  num_threads: int | None = None,
+  thread_name: str | None = None,
 ) -> Callable[..., list[Array]]:
-  """`plgpu.kernel` of one warpgroup, in which operand i and output changed[i] are the same memory.
+  """`plgpu.kernel`, in which operand i and output changed[i] are the same memory: either may be written to.
 
   XLA copies the operand first where it is still needed afterwards. Not to be used under vmap.
   """
   from jax._src.pallas import mpmd  # here, so that where it is not found all else still works
 
   def with_scratch(*refs: Any) -> None:
-    pl.run_scoped(functools.partial(body, *refs), *scratch_types)
+    pl.run_scoped(functools.partial(body, *refs), *scratch_types, collective_axes=thread_name or ())
 
+  mesh = plgpu.Mesh(
+    grid=grid, grid_names=grid_names, num_threads=num_threads, thread_name=thread_name, kernel_name=name
+  )
   return mpmd._mpmd_map(
-    [(plgpu.Mesh(grid=grid, grid_names=grid_names, kernel_name=name), with_scratch)],
+    [(mesh, with_scratch)],
     out_type,
     input_output_aliases=changed,
     compiler_params=compiler_params,

@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
+from kernels_pallas.gpu.in_place import kernel_in_place
 from kernels_pallas.gpu.pieces import Piece, Pieces, coordinates
 from kernels_pallas.gpu.scan import TERMS
 from kernels_pallas.gpu.tiles import (
@@ -196,7 +197,6 @@ def _read(
   heads, _, count = S.shape[1:4]
   width, pieces = STATE_WIDTH, _pieces(x, S)
   place = None if pieces.total == 1 else jnp.asarray([*piece, pieces.number(piece)], jnp.int32)
-  into = None if rows is None else jax.new_ref(rows)
   group, tiles, in_chunk = all_heads // heads, time // BLOCK, time // count // BLOCK
   assert time % (count * BLOCK) == 0
   # Matrices come whole, or by quarters of their columns, or rows: of S[a] only a's quarter and later ones are needed.
@@ -231,7 +231,9 @@ def _read(
     refs = list(more)
     options: Any = _Options(*(None if array is None else refs.pop(0) for array in given))
     place_ref: Any = None if place is None else refs.pop(0)
-    target = refs.pop(0)  # what is added to, or the first output
+    added_to = None if rows is None else refs.pop(0)
+    output = refs.pop(0)  # in the same memory
+    target = output if added_to is None else added_to
     normaliser_ref = refs.pop(0) if finds_normaliser else None
     x_smem, (y_smem, rounded_smem), w_smem, s_smem, out_smem, vectors_smem, here, filled, freed, *staging = refs
     w_scale_smem, scale_smem, normaliser_smem = (vectors_smem.at[max(0, n)] for n in places)
@@ -376,7 +378,9 @@ def _read(
       for n in range(visits - _SLOTS, visits):  # leave no arrival unseen
         plgpu.barrier_wait(freed.at[n % _SLOTS])
 
-  outputs = [] if rows is not None else [jax.ShapeDtypeStruct((batch, time, all_heads, width), dtype)]
+  outputs = [jax.ShapeDtypeStruct((batch, time, all_heads, width), dtype)]
+  if rows is not None:
+    outputs = [jax.ShapeDtypeStruct(rows.shape, rows.dtype, manual_axis_type=jax.typeof(rows).manual_axis_type)]
   if finds_normaliser:
     outputs.append(jax.ShapeDtypeStruct((batch, all_heads, time), f32))
 
@@ -397,16 +401,22 @@ def _read(
     plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_SLOTS),
     *((shared((_COMPUTING, ROWS, columns), x.dtype),) if interpret is not None else ()),
   ]
-  found = plgpu.kernel(
-    kernel,
-    out_type=outputs,
-    scratch_types=scratch,
-    grid=(batch * all_heads * tiles,),
-    grid_names=("block",),
-    num_threads=_COMPUTING + 1,
-    thread_name="thread",
-    compiler_params=plgpu.CompilerParams(approx_math=True),
-    interpret=interpret,
-    kernel_name="state_read",
-  )(x, y, S, *(array for array in (*given, place, into) if array is not None))
-  return (*(() if into is None else (jax.freeze(into),)), *varying_as(x, found))
+  operands = x, y, S, *(array for array in (*given, place, rows) if array is not None)
+  how: dict[str, Any] = {
+    "out_type": outputs,
+    "scratch_types": scratch,
+    "grid": (batch * all_heads * tiles,),
+    "grid_names": ("block",),
+    "num_threads": _COMPUTING + 1,
+    "thread_name": "thread",
+    "compiler_params": plgpu.CompilerParams(approx_math=True),
+    "interpret": interpret,
+  }
+  if rows is None:
+    return tuple(varying_as(x, plgpu.kernel(kernel, **how, kernel_name="state_read")(*operands)))
+
+  @jax.custom_batching.sequential_vmap
+  def one_at_a_time(*operands: Array) -> list[Array]:
+    return kernel_in_place(kernel, changed={len(operands) - 1: 0}, **how, name="state_read")(*operands)
+
+  return tuple(varying_as(x, one_at_a_time(*operands)))
