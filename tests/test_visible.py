@@ -384,6 +384,16 @@ def test_as_many_heads_have_states_as_is_cheapest(batch, heads, tiles, widths, g
     assert chosen <= min(costs) * (1 + 1e-5)
 
 
+@pytest.mark.parametrize(("in_chunk", "has_state"), [(8, 1), (64, 0)])
+@pytest.mark.usefixtures("long")
+def test_a_head_with_a_state_reads_its_own_chunk_besides(in_chunk, has_state, monkeypatch):
+  monkeypatch.setattr(visible, "cost_of_states", lambda states, *rest: 4.0 * states)
+  end = np.log(visible.LEFT_OUT) / 10 * np.arange(1, 129.0)[None, None]  # of so many tiles it remembers ten
+  totals = (Total(*map(jnp.asarray, halves(x))) for x in (before_of(end), end))
+  settings = Settings(2, in_chunk * TILE, TILE, TILE, "high")
+  assert visible.worth_a_state(*totals, settings, (64, 64), 1, True).tolist() == [[has_state]]
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("widths", [(64, 64), (128, 128), (64, 128)])
 def test_states_cost_more_the_more_there_are_but_those_of_a_walk_are_written_at_once(widths, gradients):

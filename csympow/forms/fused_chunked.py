@@ -20,11 +20,12 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float
 
-from csympow.features import pairs, symmetric
-from csympow.forms import anchors, backwards, near, near_backward, rotating
+from csympow.features import symmetric
+from csympow.forms import anchors, backwards, full, near, near_backward, rotating
 from csympow.forms.anchors import Ends
 from csympow.forms.centring import NO_MORE, centre
 from csympow.forms.faint import Read, faint
+from csympow.forms.full import Full
 from csympow.forms.memory import Memory
 from csympow.forms.once import differentiated_once
 from csympow.forms.spans import Settings, by_head
@@ -34,13 +35,6 @@ from kernels_pallas.gpu import arrays, attention_forward, gram, scan, state_read
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.pieces import Pieces
 from kernels_pallas.gpu.tiles import STATE_WIDTH, varying_as
-
-
-class Full(NamedTuple):
-  """A state as products of two coordinates."""
-
-  S: Float[Array, "B H m w w w"]  # in pieces
-  Z: Float[Array, "B H d d"]
 
 
 class _Discounts(NamedTuple):
@@ -113,11 +107,11 @@ def attend(
   """`chunked.attend` with y in `dtype`. Chunks are whole BLOCKs."""
   assert settings.power == 2
   head_dim, value_dim = x.k.shape[-1], x.v.shape[-1]
-  q, k, v = map(_widened, x[:3])
+  q, k, v = map(full.widened, x[:3])
   rotation = rotating.padded(x.rotation, 0, k.shape[-1])
-  full = None if memory is None else _full(memory, head_dim)
-  y, full = _attend(near.Tokens(q, k, v, x.log_gate, rotation), full, settings, dtype, return_memory, head_dim)
-  return y[..., :value_dim], None if full is None else _features(full, head_dim, value_dim)
+  state = None if memory is None else full.of_memory(memory, head_dim)
+  y, state = _attend(near.Tokens(q, k, v, x.log_gate, rotation), state, settings, dtype, return_memory, head_dim)
+  return y[..., :value_dim], None if state is None else full.to_memory(state, head_dim, value_dim)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
@@ -142,7 +136,7 @@ def _forward(
   G, largest = near.survey(tokens, settings)
   exponents = near.exponents(tokens, largest)
   discounts = _discounts(exponents, G, settings.chunk)
-  # What is symmetric in a state is needed twice by gradients only: neither queries nor `_features` read it twice.
+  # What is symmetric in a state is needed twice by gradients only: neither queries nor `full.to_memory` read it twice.
   halved = not save and Pieces.of(q.shape[-1], tokens.v.shape[-1]).total == 1
   of_k = (_root_of_keys(discounts),) if halved else _of_keys(discounts)
   of_q = [Copy(jnp.bfloat16, time_last=True)]
@@ -151,7 +145,7 @@ def _forward(
   x, (time_last,), k_copies = near.operands_and_copies(tokens, G, exponents, of_q, of_k, settings, has_state)
   scale = near.state_scale(x.top)
   if initial is not None:
-    initial = Full(initial.S / _of_pieces(scale), initial.Z / scale)
+    initial = full.scaled(initial, 1 / scale)
   copied = _Copied(time_last, k_copies[0] if halved else _Keys(*k_copies))
   how: dict[str, Any] = {"power": power, "dtype": dtype, "save_low": save, "interpret": interpret}
 
@@ -164,8 +158,8 @@ def _forward(
 
   y, seen, states = lax.cond(anywhere(has_state), by_states, by_keys) if may_spare else by_states()
   final = states.final
-  result = final if halved or final is None else _about(final, -states.centre)
-  result = None if result is None else Full(result.S * _of_pieces(scale), result.Z * scale)
+  result = final if halved or final is None else full.about(final, -states.centre)
+  result = None if result is None else full.scaled(result, scale)
   keys = copied.keys.x if isinstance(copied.keys, _Keys) else None
   saved = _Saved(x.reading(seen), keys, G, rotation, states, y)
   return (y.high.reshape(*q.shape[:-1], -1), result), saved
@@ -195,7 +189,7 @@ def _by_states(
   added = gram.gram(left, right, None, *across.shape[1:], time_last=True, **options)
   Z = scan.scan(added, across, None if initial is None else initial.Z, interpret=interpret)
   if right is not None and initial is not None:
-    initial = _about(initial, middle)
+    initial = full.about(initial, middle)
   start = None if initial is None else initial.S
   if right is None:
     of_sums = symmetric_write.Centre(middle.astype(jnp.float32), jnp.sum(Z.found, axis=3, dtype=jnp.float32))
@@ -294,7 +288,7 @@ def _backward_by_states(
   if dfinal is not None:
     pieces = Pieces.of(x.q.shape[-1], x.v.shape[-1])
     summed = pieces.cut(symmetric(pieces.joined(dfinal.S)))
-    dfinal = _transposed_about(Full(summed * _of_pieces(scale), symmetric(dfinal.Z) * scale), -states.centre)
+    dfinal = full.transposed_about(full.scaled(Full(summed, symmetric(dfinal.Z)), scale), -states.centre)
 
   across = discounts.across
   dS = state_write.write(
@@ -323,10 +317,8 @@ def _backward_by_states(
   dq = transposed(queries.x, given.dy, states.found, queries.q, states.Z, inside.q, w_scale=dnormaliser)
   found = dS.found, k_discounted, dZ.found
   dk = transposed(keys, x.v, *found, inside.k, scale=discounts.k_scale, centre=states.centre)
-  # Both coordinates of a feature are of discounted keys, which is once too often. A bfloat16 has room for no more: of
-  # what later keys leave of a value after such a gate, if there are none, its gradient is lost.
-  twice = jnp.where(discounts.until_end > 2.0**-56, 1 / discounts.until_end, 0.0)
-  dv = state_read.read_values(keys, k_discounted, dS.found, inside.v, twice, has_state=x.has_state, interpret=interpret)
+  of_values = keys, k_discounted, dS.found, inside.v, discounts.until_end
+  dv = state_read.read_values(*of_values, has_state=x.has_state, interpret=interpret)
 
   assert dS.inner is not None
   dinitial = Full(dS.final, dZ.final)
@@ -339,16 +331,11 @@ def _backward_by_states(
   dtokens = near.Tokens(dq, dk, dv.astype(dtype), dlog_gate, drotation)
   if states.initial is None:
     return dtokens, None
-  dinitial = _transposed_about(dinitial, states.centre)
-  return dtokens, Full(dinitial.S / _of_pieces(scale), dinitial.Z / scale)
+  dinitial = full.transposed_about(dinitial, states.centre)
+  return dtokens, full.scaled(dinitial, 1 / scale)
 
 
 _attend.defvjp(_forward, _backward)
-
-
-def _of_pieces(scale: Float[Array, "B H 1 1"]) -> Float[Array, "B H 1 1 1 1"]:
-  """For a state in pieces what `scale` is for Z."""
-  return scale[..., None, None]
 
 
 def _centre(v: BFloat16[Array, "B T H dv"], initial: Full | None) -> BFloat16[Array, "B H dv"]:
@@ -356,20 +343,8 @@ def _centre(v: BFloat16[Array, "B T H dv"], initial: Full | None) -> BFloat16[Ar
   middle = centre(v)
   if initial is None:
     return middle
-  before, after = (jnp.sum(x.S**2, axis=(2, 3, 4, 5)) for x in (initial, _about(initial, middle)))
+  before, after = (jnp.sum(x.S**2, axis=(2, 3, 4, 5)) for x in (initial, full.about(initial, middle)))
   return jnp.where((after <= NO_MORE * before)[..., None], middle, jnp.zeros_like(middle))
-
-
-def _about(x: Full, middle: Float[Array, "B H dv"]) -> Full:
-  """The state of values less `middle`."""
-  common = x.Z[:, :, :, None] * middle.astype(jnp.float32)[:, :, None, :, None]
-  return Full(x.S - Pieces.of(x.Z.shape[-1], middle.shape[-1]).cut(common), x.Z)
-
-
-def _transposed_about(dx: Full, middle: Float[Array, "B H dv"]) -> Full:
-  """From the cotangent of `_about`'s result that of its argument."""
-  S = Pieces.of(dx.Z.shape[-1], middle.shape[-1]).joined(dx.S)
-  return Full(dx.S, dx.Z - jnp.einsum("bhaud,bhu->bhad", S, middle.astype(jnp.float32), precision="highest"))
 
 
 def _along(dy: Float[Array, "B T Hq dv"], middle: Float[Array, "B H dv"]) -> Float[Array, "B Hq T"]:
@@ -442,32 +417,3 @@ def _at_ends(
   ends = jnp.moveaxis(jnp.concatenate([first, found, last], axis=2), 1, 2)
   even, odd = (ends[..., n::2, 1] for n in range(2))
   return Ends(jnp.sum(ends[..., 0], axis=-1), 4 * jnp.pi * (odd - even))
-
-
-def _full(memory: Memory, head_dim: int) -> Full:
-  first, second, weight = pairs(head_dim)
-  place = jnp.zeros((head_dim, head_dim), jnp.int32).at[first, second].set(jnp.arange(len(first), dtype=jnp.int32))
-  place = jnp.maximum(place, place.T)
-
-  def products(x: Float[Array, "B H D c"]) -> Float[Array, "B H d d c"]:
-    x = (x / weight.astype(x.dtype)[:, None])[:, :, place]
-    return jnp.pad(x, ((0, 0), (0, 0), *((0, -head_dim % STATE_WIDTH),) * 2, (0, 0)))
-
-  S = jnp.swapaxes(_widened(products(memory.S)), -1, -2)
-  return Full(Pieces.of(S.shape[-1], S.shape[-2]).cut(S), products(memory.Z)[..., 0])
-
-
-def _features(full: Full, head_dim: int, value_dim: int) -> Memory:
-  """The inverse of `_full`."""
-  first, second, weight = pairs(head_dim)
-
-  def features(x: Float[Array, "B H d d c"]) -> Float[Array, "B H D c"]:
-    return x[:, :, first, second] * weight.astype(x.dtype)[:, None]
-
-  S = Pieces.of(full.Z.shape[-1], value_dim + -value_dim % STATE_WIDTH).joined(full.S)
-  return Memory(features(jnp.swapaxes(S, -1, -2))[..., :value_dim], features(full.Z[..., None]))
-
-
-def _widened(x: Float[Array, "*lead d"]) -> Float[Array, "*lead whole"]:
-  """Filled up to whole 64s."""
-  return near.filled_up(x, -(-x.shape[-1] // STATE_WIDTH) * STATE_WIDTH)

@@ -135,15 +135,19 @@ def read_values(
   y: BFloat16[Array, "B T Hq d"],
   S: BFloat16[Array, "B H m n w w w"],
   rows: Float[Array, "B T Hq dv"],
-  scale: Float[Array, "B Hq T"],
+  discount: Float[Array, "B Hq T"],
   *,
   has_state: Int[Array, "B H"] | None = None,
   interpret: Any = None,
 ) -> Float[Array, "B T Hq dv"]:
-  """rows_i + scale_i sum_a (x_ia y_i) S[a]; x is y, time last. Rows_i alone in heads without a state."""
+  """rows_i + sum_a (x_ia y_i) S[a] / discount_i; rows_i alone in heads without a state.
+
+  Both x, time last, and y are keys times the discount, which is once too often. A bfloat16 has no room for the square
+  of less than 2 ** -56: then nothing is added.
+  """
+  given = _Options(scale=jnp.where(discount > 2.0**-56, 1 / discount, 0.0), has_state=has_state)
   # Sums of several launches are not rounded in between.
   found = rows if _pieces(x, S).first == 1 else rows.astype(jnp.float32)
-  given = _Options(scale=scale, has_state=has_state)
   for piece in _symmetric(x, S):
     (found,) = _read(x, y, S, given, piece, found, transposed=False, interpret=interpret)
   return found.astype(rows.dtype)
