@@ -21,8 +21,12 @@ from csympow.gates import effective_log_gate
 from csympow.prefix import TotalsKernel
 from csympow.segments import find_runs
 from csympow.state import State, of_layer, with_layer
+from kernels_pallas.gpu.tiles import ROWS
 
 type Form = Literal["auto", "attention", "chunked", "recurrent"]
+# Tokens whose gradients, beside a state, are the rest of sums that cancel, too little for 16 bits.
+_FEW = 16
+
 type _Shaped = Array | jax.ShapeDtypeStruct
 
 
@@ -298,12 +302,16 @@ def _prepare(
 
 
 def _unit(q: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
-  """Queries scaled to unit length, which the normalisation cancels: no power of a score can then over- or underflow."""
+  """Queries scaled to about unit length, which the normalisation cancels: no power of a score can over- or underflow.
+
+  By a power of two, so that they fit 16 bits as before, but nothing is pulled along a query.
+  """
   largest = lax.stop_gradient(jnp.max(jnp.abs(q), axis=-1, keepdims=True))
   found = largest != 0  # NaN is found too, and stays
   q = jnp.where(found, q / jnp.where(found, largest, 1.0), 0.0)
-  squared = jnp.sum(q * q, axis=-1, keepdims=True)
-  return q * lax.rsqrt(jnp.where(found, squared, 1.0))
+  squared = jnp.where(found, jnp.sum(q * q, axis=-1, keepdims=True), 1.0)
+  one, other = (jnp.frexp(x)[0] for x in (largest, jnp.sqrt(lax.stop_gradient(squared))))
+  return q * lax.rsqrt(squared) * (2 * one * other)
 
 
 def _equally_varying(tree: Any) -> Any:
@@ -376,7 +384,7 @@ def _attend(
   if form == "recurrent":
     y, memory = recurrent.attend(*tokens[:4], x.memory, settings.power, settings.chunk)
   elif kernels and form == "chunked":
-    y, memory = _chunked_by_kernels(tokens, x.memory, settings, q.dtype, return_state)
+    y, memory = _chunked_by_kernels(tokens, x.memory, settings, q.dtype, return_state, few=time <= _FEW)
   elif kernels:
     y, memory = fused.attend(tokens, x.memory, settings, q.dtype, return_state)
   else:
@@ -402,13 +410,16 @@ def _padded(x: _Prepared, size: int) -> near.Tokens:
 
 
 def _chunked_by_kernels(
-  x: near.Tokens, memory: Memory | None, settings: Settings, dtype: DTypeLike, return_memory: bool
+  x: near.Tokens, memory: Memory | None, settings: Settings, dtype: DTypeLike, return_memory: bool, *, few: bool = False
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
   if settings.power != 2:
     x = x if memory is not None else x._replace(q=_unit(x.q.astype(jnp.float32)))
     return in_turn.attend(x, memory, settings, dtype, return_memory)
-  attend = carried.attend if settings.chip == "tpu" else fused_chunked.attend
-  return attend(x, memory, settings, dtype, return_memory)
+  if settings.chip == "tpu":
+    return carried.attend(x, memory, settings, dtype, return_memory)
+  if few and (memory is not None or return_memory):
+    return fused.attend(x, memory, settings._replace(tile=ROWS), dtype, return_memory)
+  return fused_chunked.attend(x, memory, settings, dtype, return_memory)
 
 
 def _state(memory: Memory, phase: Float[Array, "B H r"], given: State | None) -> State:

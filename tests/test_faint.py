@@ -67,6 +67,7 @@ def _is_faint(q, k, found, squares, centre_size, log_gate):
     squares=squares,
     centre_size=jnp.full((1, 1), centre_size),
     head_dim=WIDTH,
+    first=1,
   )
   return faint.faint(read, plgpu.InterpretGPUParams())[0, 0]
 
@@ -154,14 +155,15 @@ def test_what_queries_gather_inside_their_chunks(d, dv, dtype, interpret):
     np.testing.assert_allclose(one, other[..., rows], rtol=1e-4)
 
 
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(("count", "chunk"), [(2, 64), (2, 4096), (3, 256), (9, 1024), (64, 1024), (1000, 1024)])
-def test_heads_are_judged_all_along_but_for_the_first_chunk(count, chunk):
-  chunks, places = faint.some_places(count, chunk)
+def test_heads_are_judged_all_along_but_for_a_first_chunk_that_finds_nothing(count, chunk, first):
+  chunks, places = faint.some_places(count, chunk, first)
   windows = (chunks * chunk + places) // ROWS
   assert np.all(places % ROWS == 0)
   assert np.all(places < chunk)
-  first, others = chunk // ROWS, (count - 1) * chunk // ROWS
-  ends = first + np.arange(len(windows) + 1) * others // len(windows)  # of nearly equal spans, with one in each
+  before, others = first * chunk // ROWS, (count - first) * chunk // ROWS
+  ends = before + np.arange(len(windows) + 1) * others // len(windows)  # of nearly equal spans, with one in each
   assert len(windows) == min(8, others)
   assert np.all((ends[:-1] <= windows) & (windows < ends[1:]))
 

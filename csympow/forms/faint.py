@@ -38,12 +38,13 @@ class Read(NamedTuple):
   squares: Float[Array, "B H n"]  # of all numbers of the states that chunks find, summed
   centre_size: Float[Array, "B H"]  # of the vector that values are less in them
   head_dim: int  # so many of q's coordinates can be other than 0
+  first: int  # of the chunks: those before it find no state
 
 
 def faint(x: Read, interpret: Any = None) -> Bool[Array, "B H"]:
   """Heads whose y, less the centre, would be wrong by more than AUDIBLE."""
   batch, heads, count, chunk = x.log_gate.shape
-  chunks, places = some_places(count, chunk)
+  chunks, places = some_places(count, chunk, x.first)
   tokens = (chunks * chunk + places)[:, None] + np.arange(ROWS)
   by_time = x.log_gate.reshape(batch, heads, -1)
   found = heard(x.q, x.k, x.k_scale, by_time, x.found.numerator, tokens[:, 0], chunk, interpret=interpret)
@@ -68,9 +69,9 @@ def faint(x: Read, interpret: Any = None) -> Bool[Array, "B H"]:
   return jnp.sum(excess, axis=(-2, -1)).max(axis=-1) > 0
 
 
-def some_places(count: int, chunk: int) -> tuple[Int[np.ndarray, "m"], Int[np.ndarray, "m"]]:
-  """Of windows in all of `count` chunks but the first, which finds no state: the chunk, and the place in it."""
+def some_places(count: int, chunk: int, first: int) -> tuple[Int[np.ndarray, "m"], Int[np.ndarray, "m"]]:
+  """Of windows in `count` chunks, from the `first` on that finds a state: the chunk, and the place in it."""
   in_chunk = chunk // ROWS
-  others = (count - 1) * in_chunk
-  windows = in_chunk + scattered(others, min(_WINDOWS, others))
+  others = (count - first) * in_chunk
+  windows = first * in_chunk + scattered(others, min(_WINDOWS, others))
   return windows // in_chunk, ROWS * (windows % in_chunk)

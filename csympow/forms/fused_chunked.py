@@ -7,8 +7,9 @@ Here a state is not a vector of features but all products of two coordinates: a 
 in pieces of 64 coordinates where heads are wider.
 Attention inside chunks, states, and what is read of them are kernels, but for the normaliser of wide heads. Heads that
 forget so soon that reading all they remember costs less have no state, but attention beyond their chunks, and so has
-one whose queries ask for what rounding has drowned in it. **A call of which no head has a state is the attention
-form**, forwards and backwards; which it is is known on the device.
+one whose queries ask for what rounding has drowned in it; where there are no keys to read instead the call is done
+`finely`. **A call of which no head has a state is the attention form**, forwards and backwards; which it is is known on
+the device.
 """
 
 import functools
@@ -21,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float
 
 from csympow.features import symmetric
-from csympow.forms import anchors, backwards, full, near, near_backward, rotating
+from csympow.forms import anchors, backwards, finely, full, near, near_backward, rotating
 from csympow.forms.anchors import Ends
 from csympow.forms.centring import NO_MORE, centre
 from csympow.forms.faint import Read, faint
@@ -32,6 +33,7 @@ from csympow.forms.spans import Settings, by_head
 from csympow.forms.visible import Visible, anywhere, may_spare_states
 from csympow.prefix import Total
 from kernels_pallas.gpu import arrays, attention_forward, gram, scan, state_read, state_write, symmetric_write
+from kernels_pallas.gpu.angles import Angles
 from kernels_pallas.gpu.copies import Copy, copies
 from kernels_pallas.gpu.pieces import Pieces
 from kernels_pallas.gpu.tiles import STATE_WIDTH, varying_as
@@ -84,17 +86,20 @@ class _Gathered(NamedTuple):
   y: arrays.Outputs
   seen: Visible
   states: _States
+  drowned: Bool[Array, "B H"] | None = None  # heads whose states are too coarse, but have to do
 
 
 class _Saved(NamedTuple):
   """What the backward pass needs."""
 
   operands: near.Operands
+  log_gate: Float[Array, "B T H"]
   keys: BFloat16[Array, "B H d T"] | None  # time last, as their chunk's end sees them; none without gradients
   G: Total
   rotation: rotating.Rotation | None
   states: _States
   y: arrays.Outputs
+  otherwise: Bool[Array, ""] | None  # whether it was not done by states of 16 bits; None: that cannot be
 
 
 def attend(
@@ -156,13 +161,26 @@ def _forward(
     y = attention_forward.forward(x.q, x.keys, x.v, **how)
     return _Gathered(y, x.seen, _no_states(x, discounts.across.shape[2]))
 
-  y, seen, states = lax.cond(anywhere(has_state), by_states, by_keys) if may_spare else by_states()
+  otherwise = None if has_state is None else ~anywhere(has_state)
+  y, seen, states, drowned = by_states() if otherwise is None else lax.cond(otherwise, by_keys, by_states)
   final = states.final
   result = final if halved or final is None else full.about(final, -states.centre)
+  high = y.high.reshape(*q.shape[:-1], -1)
+
+  def by_states_in_16_bits() -> tuple[Float[Array, "B T H g dv"], Full | None]:
+    return high, result
+
+  def finely_done() -> tuple[Float[Array, "B T H g dv"], Full | None]:
+    y, final = finely.attend(x, tokens.log_gate, initial, settings, return_final)
+    return y.astype(high.dtype), final
+
+  if drowned is not None:
+    otherwise = anywhere(drowned.astype(jnp.int32))
+    high, result = lax.cond(otherwise, finely_done, by_states_in_16_bits)
   result = None if result is None else full.scaled(result, scale)
   keys = copied.keys.x if isinstance(copied.keys, _Keys) else None
-  saved = _Saved(x.reading(seen), keys, G, rotation, states, y)
-  return (y.high.reshape(*q.shape[:-1], -1), result), saved
+  saved = _Saved(x.reading(seen), tokens.log_gate, keys, G, rotation, states, y, otherwise)
+  return (high, result), saved
 
 
 def _may_spare_states(time: int, initial: Full | None, return_final: bool, settings: Settings) -> bool:
@@ -201,8 +219,8 @@ def _by_states(
   wanted = jnp.float32 if save else jnp.bfloat16
   found = S.found, Z.found, discounts.since_start
   far = state_read.read(copied.queries, x.q, *found, by_rows=right is None, dtype=wanted, **options)
-  # What a state in or out does to gradients is left to states.
-  if across.shape[2] > 1 and initial is None and not (return_final and save):
+  first, drowned = int(initial is None), None
+  if first < across.shape[2]:
     assert S.squares is not None
     of_chunks = near.spans(G, settings.chunk)
     read = Read(
@@ -214,12 +232,16 @@ def _by_states(
       squares=S.squares,
       centre_size=jnp.linalg.norm(middle.astype(jnp.float32), axis=-1),
       head_dim=head_dim,
+      first=first,
     )
-    x = near.read_without_states(x, faint(read, interpret))
+    if initial is not None or (return_final and save):  # there are no keys, or gradients come through the state
+      drowned = faint(read, interpret)
+    else:
+      x = near.read_without_states(x, faint(read, interpret))
   carried = arrays.Carried(*far, x.has_state, middle.astype(jnp.float32))
   y = attention_forward.forward(x.q, x.keys, x.v, carried, **how)
   final = Full(S.final, Z.final) if return_final else None
-  return _Gathered(y, x.seen, _States(middle, initial, S.found, Z.found, final, far.normaliser >= 0))
+  return _Gathered(y, x.seen, _States(middle, initial, S.found, Z.found, final, far.normaliser >= 0), drowned)
 
 
 def _no_states(x: near.Operands, chunks: int) -> _States:
@@ -248,23 +270,42 @@ def _backward(
   saved: _Saved,
   cotangents: tuple[Float[Array, "B T H g dv"], Full | None],
 ) -> tuple[near.Tokens, Full | None]:
-  del head_dim
+  del return_final, head_dim
   (dy, dfinal), x = differentiated_once(cotangents), saved.operands
   # With what else is made of the same arrays, here or in the forward pass.
   given = backwards.cotangents(saved.y, dy)
   of_centre = _along(given.dy, saved.states.centre)
   discounts = _discounts(near.Exponents(x.q_exponent, x.exponent, x.top), saved.G, settings.chunk)
-  by_states = functools.partial(_backward_by_states, saved, discounts, given, of_centre, dfinal, settings, dtype)
+  turned_by = rotating.angles(saved.rotation)  # here, where they are those of the forward pass
+
+  def by_states() -> tuple[near.Tokens, Full | None]:
+    return _backward_by_states(saved, discounts, given, of_centre, dfinal, turned_by, settings, dtype)
 
   def by_keys() -> tuple[near.Tokens, None]:
     inside = near_backward.backward(x, given, settings.power, settings.interpret)
-    dq, dk, pulls = near_backward.finished(x, inside, saved.rotation, (dtype, dtype), settings)
+    dq, dk, pulls = near_backward.finished(x, inside, saved.rotation, (dtype, dtype), settings, turned_by)
     kernel = near.totals_kernel(settings)
     return backwards.without_state(dq, dk, inside.v.astype(dtype), pulls, saved.rotation, kernel), None
 
-  if x.has_state is None or not _may_spare_states(x.q.shape[1], saved.states.initial, return_final, settings):
+  def finely_done() -> tuple[near.Tokens, Full | None]:
+    return _backward_finely(saved, dy, dfinal, settings, dtype)
+
+  if saved.otherwise is None:
     return by_states()
-  return lax.cond(anywhere(x.has_state), by_states, by_keys)
+  return lax.cond(saved.otherwise, finely_done if x.has_state is None else by_keys, by_states)
+
+
+def _backward_finely(
+  saved: _Saved, dy: Float[Array, "B T H g dv"], dfinal: Full | None, settings: Settings, dtype: DTypeLike
+) -> tuple[near.Tokens, Full | None]:
+  """Where some head's state is too coarse."""
+  x, states, scale = saved.operands, saved.states, near.state_scale(saved.operands.top)
+  initial = None if states.initial is None else full.about(states.initial, -states.centre)
+  dfinal = None if dfinal is None else full.scaled(dfinal, scale)
+  dtypes = (dtype if initial is None else jnp.float32, dtype)
+  given = x, saved.log_gate, saved.rotation, initial, (dy, dfinal)
+  dtokens, dinitial = finely.backward(*given, settings, dtypes)
+  return dtokens, None if dinitial is None else full.scaled(dinitial, 1 / scale)
 
 
 def _backward_by_states(
@@ -273,6 +314,7 @@ def _backward_by_states(
   given: backwards.Cotangents,
   of_centre: Float[Array, "B Hq T"],
   dfinal: Full | None,
+  turned_by: Angles | None,
   settings: Settings,
   dtype: DTypeLike,
 ) -> tuple[near.Tokens, Full | None]:
@@ -324,7 +366,7 @@ def _backward_by_states(
   dinitial = Full(dS.final, dZ.final)
   ends = _at_ends(x, states, dS.inner, dZ.found, dfinal, dinitial)
   dtypes = (dtype if states.initial is None else jnp.float32, dtype)
-  dq, dk, pulls = near_backward.finished(x, inside._replace(q=dq, k=dk), saved.rotation, dtypes, settings)
+  dq, dk, pulls = near_backward.finished(x, inside._replace(q=dq, k=dk), saved.rotation, dtypes, settings, turned_by)
   dlog_gate, drotation = anchors.cotangents(
     pulls, ends, saved.rotation, near.totals_kernel(settings), has_state=x.has_state
   )

@@ -14,6 +14,7 @@ from csympow.forms.near import Operands, filled_up
 from csympow.forms.rotating import Rotation, angles, torque
 from csympow.forms.spans import Settings, by_head
 from kernels_pallas.gpu import attention_backward, gradients
+from kernels_pallas.gpu.angles import Angles
 from kernels_pallas.weights import LEAST
 
 
@@ -95,10 +96,14 @@ def finished(
   rotation: Rotation | None,
   dtypes: tuple[DTypeLike, DTypeLike],
   settings: Settings,
+  turned_by: Angles | None = None,
 ) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"], backwards.Pulls]:
-  """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each."""
+  """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each.
+
+  The angles, if they are known, are the rotation's.
+  """
   power, (batch, time, heads, group) = settings.power, x.q_exponent.shape
-  turned_by, speed = angles(rotation), _speed(rotation, power)
+  turned_by, speed = angles(rotation) if turned_by is None else turned_by, _speed(rotation, power)
 
   def back(
     x: Array,

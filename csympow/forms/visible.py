@@ -32,6 +32,7 @@ LEFT_OUT = 2.0**-12  # of sums whose terms are rounded to 2 ** -9 of themselves
 # Of states in one piece and in eight, without gradients and with them: if there is one, for each that is read, and for
 # each that is written.
 _COSTS = {(1, False): (30, 6.5, 9), (1, True): (19, 8.5, 9), (8, False): (288, 29.5, 45), (8, True): (80, 9.5, 25)}
+_COMPARED = 1_024  # tiles, each with all others, in less time than they are searched
 LONG = 4_096  # tokens from which on looking for more to leave out is worth its time
 
 
@@ -196,6 +197,8 @@ def _earliest_in_sight(end: Float[Array, "B H n"], least: float = INVISIBLE / LO
   """
   tiles = end.shape[2]
   before = jnp.pad(end[..., :-1], ((0, 0), (0, 0), (1, 0)))
-  search = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
+  # Which is one launch, but for many tiles too much work.
+  method = "compare_all" if tiles <= _COMPARED else "scan_unrolled"
+  search = functools.partial(jnp.searchsorted, side="right", method=method)
   unseen = jax.vmap(search)(*(-x.reshape(-1, tiles) for x in (end, before - least)))
   return jnp.minimum(unseen.reshape(end.shape).astype(jnp.int32), jnp.arange(tiles, dtype=jnp.int32))
