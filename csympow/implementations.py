@@ -37,8 +37,10 @@ def allowed(
   wanted = tuple(name for name in forms if form in ("auto", name))
   if asked == "xla":
     return {"xla": wanted}
-  refusals = {name: _why_no_kernel(shape, dtype, name, chunk_size, device, split) for name in wanted}
-  served = tuple(name for name in wanted if refusals[name] is None)
+  # Of "auto" it goes without saying that no kernel is recurrent.
+  considered = tuple(name for name in wanted if name in (form, "attention", "chunked"))
+  refusals = {name: _why_no_kernel(shape, dtype, name, chunk_size, device, split) for name in considered}
+  served = tuple(name for name, why in refusals.items() if why is None)
   if asked == "pallas":
     if not served:
       why = "; it ".join(dict.fromkeys(reason for reason in refusals.values() if reason))

@@ -223,7 +223,7 @@ def _explained(
 
 
 class _Prepared(NamedTuple):
-  """Inputs of the forms: rotated, queries of unit length, resets and padding written into gates and zeros.
+  """Inputs of the forms: rotated, queries of about unit length, resets and padding written into gates and zeros.
 
   For kernels queries and keys are still to be rotated and have 16 bits, and without a state queries keep their length:
   the kernels scale them.

@@ -95,7 +95,8 @@ def prefill(q, k, v, *, power=2, log_gate=None, beta=None, rates=None, segment_i
   def head(q, k, v, log_gate, beta, segment_ids, S, Z, phase):
     """q: T G d (the queries that share this key head), k: T d, v: T dv, the rest: T."""
     start = (S, Z, phase * (2 * np.pi), jnp.array(-1, segment_ids.dtype))
-    (S, Z, phase, _), y = jax.lax.scan(token, start, (q, k, v, log_gate, beta, segment_ids))
+    token_anew = jax.checkpoint(token, prevent_cse=False)  # gradients keep one state of each token, and nothing else
+    (S, Z, phase, _), y = jax.lax.scan(token_anew, start, (q, k, v, log_gate, beta, segment_ids))
     return y, State(S, Z, phase / (2 * np.pi))
 
   heads = jax.vmap(head, in_axes=(1, 1, 1, 1, 1, None, 0, 0, 0), out_axes=(1, 0))

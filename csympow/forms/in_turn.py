@@ -16,7 +16,7 @@ from csympow.forms.spans import Settings, in_spans
 def attend(
   x: near.Tokens, memory: Memory | None, settings: Settings, dtype: DTypeLike, return_memory: bool
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
-  """`chunked.attend` with y in `dtype`. Queries are of unit length; T is whole chunks, and those are whole BLOCKs."""
+  """`chunked.attend` with y in `dtype`. Queries are of about unit length, chunks whole BLOCKs."""
   count, settings = x.k.shape[1] // settings.chunk, settings._replace(states="expanded")
   longest = jnp.zeros_like(x.k[:, 0, :, 0], jnp.int32)
   if memory is None:  # then all keys can be scaled alike, and no power of them is out of range
