@@ -146,9 +146,9 @@ def weights(q, k, *, power=2, log_gate=None, beta=None, rates=None, segment_ids=
     before = jnp.concatenate([jnp.zeros((B, 1, H)), total[:, :-1]], axis=1)
     angles = (total - jnp.take_along_axis(before, begins[..., None], axis=1))[..., None] * rates
     q, k = rotate(q, angles), rotate(k, angles)
-  kept = valid[..., None] & (np.diff(resets, axis=1, prepend=0) == 0)
+  kept = valid[..., None] & (jnp.diff(resets, axis=1, prepend=0) == 0)
   G = jnp.moveaxis(jnp.cumsum(jnp.where(kept, log_gate, 0.0), axis=1), 1, 2)
-  resets = np.moveaxis(resets, 1, 2)
+  resets = jnp.moveaxis(resets, 1, 2)
   seen = np.tri(T, dtype=bool) & valid[:, None, :, None] & valid[:, None, None, :]
   seen = seen & (resets[..., :, None] == resets[..., None, :])
   b = jnp.exp(jnp.where(seen, G[..., :, None] - G[..., None, :], -jnp.inf))
@@ -156,8 +156,18 @@ def weights(q, k, *, power=2, log_gate=None, beta=None, rates=None, segment_ids=
 
 
 def quadratic(q, k, v, *, log_gate=None, beta=None, runs=None, **options):
+  """One head after another, whose gradients keep no weights, of which a long sequence has many."""
   group = q.shape[2] // k.shape[2]
-  k, v, log_gate, beta = (a if a is None else jnp.repeat(a, group, axis=2) for a in (k, v, log_gate, beta))
-  runs = None if runs is None else (runs[0], np.repeat(runs[1], group, axis=2))
-  B = weights(q, k, log_gate=log_gate, beta=beta, runs=runs, **options)
-  return divide(jnp.einsum("bhij,bjhe->bihe", B, v), jnp.moveaxis(B.sum(-1), 1, 2))
+  begins, resets = (None, None) if runs is None else runs
+  k, v, log_gate, beta, resets = (
+    a if a is None else jnp.repeat(a, group, axis=2) for a in (k, v, log_gate, beta, resets)
+  )
+
+  def head(x):
+    q, k, v, log_gate, beta, resets = jax.tree.map(lambda a: jnp.expand_dims(a, 2), x)
+    runs = None if resets is None else (begins, resets)
+    B = weights(q, k, log_gate=log_gate, beta=beta, runs=runs, **options)
+    return divide(jnp.einsum("bhij,bjhe->bihe", B, v), jnp.moveaxis(B.sum(-1), 1, 2))[:, :, 0]
+
+  heads = jax.tree.map(lambda a: jnp.moveaxis(a, 2, 0), (q, k, v, log_gate, beta, resets))
+  return jnp.moveaxis(jax.lax.map(jax.checkpoint(head), heads), 0, 2)
