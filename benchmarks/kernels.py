@@ -1,7 +1,7 @@
 """Where the time of a call on a Hopper GPU goes: each of its kernels beside the least that the chip needs for as much.
 
-    python benchmarks/kernels.py                                        # the chunked form's table in docs/kernels.md
-    python benchmarks/kernels.py --form=attention --length=4096 --not-rotated
+    python -m benchmarks.kernels                                        # the chunked form's table in docs/kernels.md
+    python -m benchmarks.kernels --form=attention --length=4096 --not-rotated
 
 65,536 tokens in the batch, 12 heads, bf16, gated (logits around 6.9) and rotated. Each program is run twenty times
 under JAX's profiler, which says how long each launch took; microseconds are those of one run. Beside them stand two
@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from attention import by_turns, ceiling, inputs, power_attention, with_backward
 from jax.profiler import ProfileData
 
 import csympow
+from benchmarks.attention import by_turns, ceiling, inputs, power_attention, with_backward
 from kernels_pallas.gpu.tiles import STATE_WIDTH, TILE
 
 TOKENS, HEADS, RUNS = 65_536, 12, 20
