@@ -8,6 +8,7 @@ import pytest
 
 from csympow.forms import faint, visible
 from csympow.forms.centring import centre
+from csympow.forms.full import Full
 from csympow.prefix import Total
 from kernels_pallas.gpu.heard import heard
 from kernels_pallas.gpu.state_read import Found
@@ -78,6 +79,44 @@ def test_heads_are_faint_whose_y_would_be_wrong(cosine):
   found, wrong = read_by_chunk(q, k, v)
   assert is_faint(q, k, *found) == (wrong > faint.AUDIBLE)
   assert (wrong > faint.AUDIBLE) == (cosine is not None and cosine < 0.1)
+
+
+def state_left(q, k, v, decay):
+  """By a chunk of which a token leaves so much of what is before it; and how wrong y would be if its tokens came again."""
+  q, k, v, time = q[:CHUNK], k[:CHUNK], v[:CHUNK], np.arange(CHUNK)
+  until_end = decay ** (CHUNK - 1 - time)
+  S = np.einsum("jau,jb->aub", bfloat16(k[:, :, None] * v[:, None]), k * until_end[:, None], optimize=True)
+  Z = np.einsum("ja,jb,j->ab", k, k, until_end, optimize=True)
+  scores = np.tril(np.square(q @ k.T) * decay ** np.maximum(time[:, None] - time, 0))
+  near, since_start = np.sum(scores, axis=-1), decay ** (time + 1)
+  error = np.einsum("iab,aub->iu", bfloat16(q[:, :, None] * q[:, None]), bfloat16(S), optimize=True)
+  exact = np.square(q @ k.T) * until_end
+  error -= exact @ v
+  again = (scores @ v + since_start[:, None] * (exact @ v)) / (near + since_start * exact.sum(1))[:, None]
+  wrong = since_start[:, None] * error / (near + since_start * exact.sum(1))[:, None]
+
+  def of_one_head(x):
+    return jnp.float32(x)[None, :, None]
+
+  pieces = jnp.float32(S)[None, None, None]
+  left = faint.Left(
+    q=of_one_head(q),
+    y=of_one_head(scores @ v / near[:, None]),
+    normaliser=jnp.float32(near)[None, None],
+    since_start=jnp.float32(since_start)[None, None],
+    final=Full(pieces, jnp.float32(Z)[None, None]),
+    centre=jnp.zeros((1, 1, WIDTH), jnp.bfloat16),
+    head_dim=WIDTH,
+    chunk=CHUNK,
+  )
+  return left, np.linalg.norm(wrong) / np.linalg.norm(again)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.99, 0.5])
+@pytest.mark.parametrize("cosine", [None, 0.3, 0.05, 0.03, 0.01])
+def test_heads_leave_too_coarse_a_state_if_y_would_be_wrong_were_their_tokens_to_come_again(cosine, decay):
+  left, wrong = state_left(*tokens(cosine), decay)
+  assert bool(faint.faint_later(left)[0, 0]) == (wrong > faint.AUDIBLE)
 
 
 def test_a_head_that_hears_its_own_chunk_need_not_hear_the_state():

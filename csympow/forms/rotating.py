@@ -79,6 +79,16 @@ def unrotated(
   return rotated(q, k, rotation)
 
 
+def turns_of(phases: Phases) -> Float[Array, "B T H r"]:
+  """What `phases` multiply out to: a rotation's turns."""
+  total, cycles, start, run = phases
+  turns = product_modulo_one(Total(*(x[..., None] for x in total)), cycles).hi
+  if start is None:
+    return turns
+  counts = 1.0 if run is None else (run == 0)[..., None]
+  return turns + counts * start[:, None]
+
+
 def angles(rotation: Rotation | None) -> Angles | None:
   """What kernels rotate by."""
   if rotation is None:
