@@ -24,10 +24,10 @@ from csympow.state import State, of_layer, with_layer
 from kernels_pallas.gpu.tiles import ROWS
 
 type Form = Literal["auto", "attention", "chunked", "recurrent"]
-# Tokens whose gradients, beside a state, are the rest of sums that cancel, too little for 16 bits.
-_FEW = 16
-
 type _Shaped = Array | jax.ShapeDtypeStruct
+
+# Tokens of which each one's gradients may be the rest of a sum that cancels, too little for states of 16 bits.
+_FEW = 16
 
 
 @validated(validation.check_sequence)
@@ -304,14 +304,16 @@ def _prepare(
 def _unit(q: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
   """Queries scaled to about unit length, which the normalisation cancels: no power of a score can over- or underflow.
 
-  By a power of two, so that they fit 16 bits as before, but nothing is pulled along a query.
+  By a power of two, so that they fit 16 bits if they did; as to gradients, as if by their length, which leaves none
+  along a query.
   """
   largest = lax.stop_gradient(jnp.max(jnp.abs(q), axis=-1, keepdims=True))
   found = largest != 0  # NaN is found too, and stays
   q = jnp.where(found, q / jnp.where(found, largest, 1.0), 0.0)
   squared = jnp.where(found, jnp.sum(q * q, axis=-1, keepdims=True), 1.0)
-  one, other = (jnp.frexp(x)[0] for x in (largest, jnp.sqrt(lax.stop_gradient(squared))))
-  return q * lax.rsqrt(squared) * (2 * one * other)
+  # A query of the length 2 ** (a + b) r s, where its largest coordinate is 2 ** a r, is divided by 2 ** (a + b - 1).
+  r, s = (jnp.frexp(x)[0] for x in (largest, jnp.sqrt(lax.stop_gradient(squared))))
+  return q * lax.rsqrt(squared) * (2 * r * s)
 
 
 def _equally_varying(tree: Any) -> Any:
@@ -412,13 +414,15 @@ def _padded(x: _Prepared, size: int) -> near.Tokens:
 def _chunked_by_kernels(
   x: near.Tokens, memory: Memory | None, settings: Settings, dtype: DTypeLike, return_memory: bool, *, few: bool = False
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
+  """`chunked.attend` by the kernels for this power and chip; `few` tokens beside a state by the attention form's."""
   if settings.power != 2:
     x = x if memory is not None else x._replace(q=_unit(x.q.astype(jnp.float32)))
     return in_turn.attend(x, memory, settings, dtype, return_memory)
   if settings.chip == "tpu":
     return carried.attend(x, memory, settings, dtype, return_memory)
   if few and (memory is not None or return_memory):
-    return fused.attend(x, memory, settings._replace(tile=ROWS), dtype, return_memory)
+    settings = settings._replace(tile=ROWS, precision="highest")
+    return fused.attend(x, memory, settings, dtype, return_memory)
   return fused_chunked.attend(x, memory, settings, dtype, return_memory)
 
 

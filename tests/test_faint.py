@@ -82,7 +82,7 @@ def test_heads_are_faint_whose_y_would_be_wrong(cosine):
 
 
 def state_left(q, k, v, decay):
-  """By a chunk of which a token leaves so much of what is before it; and how wrong y would be if its tokens came again."""
+  """By a chunk whose tokens leave so much of what is before them; and how wrong y would be if these came again."""
   q, k, v, time = q[:CHUNK], k[:CHUNK], v[:CHUNK], np.arange(CHUNK)
   until_end = decay ** (CHUNK - 1 - time)
   S = np.einsum("jau,jb->aub", bfloat16(k[:, :, None] * v[:, None]), k * until_end[:, None], optimize=True)
