@@ -193,9 +193,12 @@ def test_queries_nearly_orthogonal_to_all_keys_are_right_from_call_to_call(monke
   run = functools.partial(attend(case, plgpu.InterpretGPUParams(), 256), rest={})
   results = comparing.with_gradients(functools.partial(in_two_calls, run), x, weights_of(x))
   jax.effects_barrier()
-  np.testing.assert_array_equal(heads, [[[False, True]]] * 2)
+  alone = in_two_calls(run, x)["y"]  # whose states are written otherwise
+  jax.effects_barrier()
+  np.testing.assert_array_equal(heads, [[[False, True]]] * 4)
   expected = comparing.quadratic_results(x, {}, weights_of(x))
   assert_results_close(jax.tree.map(np.asarray, results), expected, 5e-3)
+  assert_close(alone, expected["y"], 5e-3, "y")
 
 
 @pytest.mark.slow

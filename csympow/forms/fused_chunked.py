@@ -193,7 +193,8 @@ def _by_states(
   if return_final:
     final = Full(S.final, Z.final)
     found = y.high, y.normaliser, discounts.since_start
-    drowned |= faint_later(Left(x.q, *found, final, middle, head_dim, settings.chunk))
+    less_middle = full.about(final, middle) if right is None else final
+    drowned |= faint_later(Left(x.q, *found, less_middle, middle, head_dim, settings.chunk))
   states = States(middle, initial, S.found, Z.found, final, far.normaliser >= 0)
   return _Gathered(y, x.seen, states, None if alone else drowned)
 
