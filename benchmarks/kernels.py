@@ -80,8 +80,9 @@ def traffic(program: str, names: set[str]) -> dict[str, int]:
       places["/".join(place)].append((name, 0 if name in _SAMPLE else size))
   branches = collections.defaultdict(list)
   for place, calls in places.items():
+    before, is_branch, _ = place.rpartition("cond/branch_")
     if all(name in names for name, _ in calls):
-      branches[place.rpartition("cond/branch_")[0]].append(calls)
+      branches[before if is_branch else place].append(calls)
   total: collections.Counter[str] = collections.Counter()
   for name, size in itertools.chain.from_iterable(max(calls, key=len) for calls in branches.values()):
     total[name] += size

@@ -270,7 +270,7 @@ def _by_kernels(settings: Settings, dtype: DTypeLike, axis: str, tokens: near.To
 
 def _before(settings: Settings, dtype: DTypeLike, axis: str, tokens: near.Tokens) -> tuple[Memory, Callable[..., Any]]:
   """The memory of all shards before this one, and what takes its cotangent to that of what a shard leaves."""
-  left = op._chunked_by_kernels(tokens, None, settings, dtype, True)[1]  # of the rest nothing is computed
+  left = op._chunked_by_kernels(tokens, None, settings, dtype, True)[1]  # of y nothing is computed
   across = (_until_end(tokens.log_gate)[:, 0] + tokens.log_gate[:, 0])[..., None, None]
   return jax.vjp(lambda left: exclusive_scan(_join, _Carried(across, left), axis).memory, left)
 

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from csympow.forms import faint, visible
+from csympow.forms import faint, fused_chunked, visible
 from csympow.forms.centring import centre
 from csympow.forms.full import Full
-from csympow.prefix import Total
+from csympow.prefix import Total, prefix_sum
 from kernels_pallas.gpu.heard import heard
 from kernels_pallas.gpu.state_read import Found
 from kernels_pallas.gpu.tiles import ROWS
@@ -81,42 +81,47 @@ def test_heads_are_faint_whose_y_would_be_wrong(cosine):
   assert (wrong > faint.AUDIBLE) == (cosine is not None and cosine < 0.1)
 
 
-def state_left(q, k, v, decay):
-  """By a chunk whose tokens leave so much of what is before them; and how wrong y would be if these came again."""
+def left_by(q, k, v, decay):
+  """By a chunk whose tokens leave so much of what is before them; and how wrong y is if they come again."""
   q, k, v, time = q[:CHUNK], k[:CHUNK], v[:CHUNK], np.arange(CHUNK)
-  until_end = decay ** (CHUNK - 1 - time)
+  until_end, since_start = decay ** (CHUNK - 1 - time), decay ** (time + 1.0)
   S = np.einsum("jau,jb->aub", bfloat16(k[:, :, None] * v[:, None]), k * until_end[:, None], optimize=True)
   Z = np.einsum("ja,jb,j->ab", k, k, until_end, optimize=True)
-  scores = np.tril(np.square(q @ k.T) * decay ** np.maximum(time[:, None] - time, 0))
-  near, since_start = np.sum(scores, axis=-1), decay ** (time + 1)
-  error = np.einsum("iab,aub->iu", bfloat16(q[:, :, None] * q[:, None]), bfloat16(S), optimize=True)
-  exact = np.square(q @ k.T) * until_end
-  error -= exact @ v
-  again = (scores @ v + since_start[:, None] * (exact @ v)) / (near + since_start * exact.sum(1))[:, None]
-  wrong = since_start[:, None] * error / (near + since_start * exact.sum(1))[:, None]
-
-  def of_one_head(x):
-    return jnp.float32(x)[None, :, None]
-
-  pieces = jnp.float32(S)[None, None, None]
-  left = faint.Left(
-    q=of_one_head(q),
-    y=of_one_head(scores @ v / near[:, None]),
-    normaliser=jnp.float32(near)[None, None],
-    since_start=jnp.float32(since_start)[None, None],
-    final=Full(pieces, jnp.float32(Z)[None, None]),
-    centre=jnp.zeros((1, 1, WIDTH), jnp.bfloat16),
-    head_dim=WIDTH,
-    chunk=CHUNK,
-  )
-  return left, np.linalg.norm(wrong) / np.linalg.norm(again)
+  near = np.tril(np.square(q @ k.T) * decay ** np.maximum(time[:, None] - time, 0))
+  far = np.square(q @ k.T) * until_end * since_start[:, None]
+  found = np.einsum("iab,aub->iu", bfloat16(q[:, :, None] * q[:, None]), bfloat16(S), optimize=True)
+  wrong, again = found * since_start[:, None] - far @ v, (near + far) @ v
+  total = np.sum(near + far, axis=-1, keepdims=True)
+  state = Full(jnp.float32(S)[None, None, None], jnp.float32(Z)[None, None])
+  return state, np.linalg.norm(wrong / total) / np.linalg.norm(again / total)
 
 
-@pytest.mark.parametrize("decay", [1.0, 0.99, 0.5])
-@pytest.mark.parametrize("cosine", [None, 0.3, 0.05, 0.03, 0.01])
-def test_heads_leave_too_coarse_a_state_if_y_would_be_wrong_were_their_tokens_to_come_again(cosine, decay):
-  left, wrong = state_left(*tokens(cosine), decay)
-  assert bool(faint.faint_later(left)[0, 0]) == (wrong > faint.AUDIBLE)
+OTHERS_THAT_LEAVE = [(None, 1.0), (0.3, 1.0), (0.3, 0.5), (0.03, 0.99), (0.01, 1.0), (0.01, 0.5)]
+
+
+@jax.jit
+def _is_left_faint(q, k, state, log_gate):
+  def of_middle(x):  # of three blocks, the others are padding
+    return jnp.pad(x[:CHUNK], ((CHUNK, CHUNK), (0, 0)))[None, :, None]
+
+  q, k = of_middle(q), of_middle(k)
+  unused = jnp.zeros((1, 1, 1, 3 * CHUNK))
+  read = faint.Read(q, k, jnp.ones(unused.shape[1:]), unused, None, None, jnp.zeros((1, 1)), WIDTH, 1)
+  G = prefix_sum(jnp.full((1, 3 * CHUNK, 1), log_gate))
+  queries = jnp.moveaxis(q, 1, 3).astype(jnp.bfloat16)
+  after = fused_chunked._after(state, read, queries, G, plgpu.InterpretGPUParams())
+  return faint.faint(after, plgpu.InterpretGPUParams())[0, 0]
+
+
+@pytest.mark.parametrize(
+  ("cosine", "decay"),
+  [(None, 0.5), (0.03, 1.0), *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS_THAT_LEAVE)],
+)
+def test_heads_that_leave_too_coarse_a_state_are_those_whose_y_would_be_wrong_if_their_tokens_came_again(cosine, decay):
+  q, k, v = tokens(cosine)
+  state, wrong = left_by(q, k, v, decay)
+  found = _is_left_faint(jnp.float16(q), jnp.float16(k), state, np.float32(np.log(decay)))
+  assert bool(found) == (wrong > faint.AUDIBLE)
 
 
 def test_a_head_that_hears_its_own_chunk_need_not_hear_the_state():

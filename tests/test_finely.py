@@ -205,7 +205,7 @@ def test_queries_nearly_orthogonal_to_all_keys_are_right_from_call_to_call(monke
 @pytest.mark.parametrize("entry", ["prefill", "continued"])
 @pytest.mark.usefixtures("no_races")
 def test_a_call_beside_a_state_is_right_if_it_is_done_finely(entry, monkeypatch):
-  monkeypatch.setattr(fused_chunked, "faint_later", lambda left: jnp.ones(left.centre.shape[:2], bool))
+  monkeypatch.setattr(fused_chunked, "faint", lambda read, interpret: jnp.ones(read.centre_size.shape, bool))
   case = Case(T=300, B=1, H=1, groups=2, d=64, dv=32, segments="padded", dtype="bfloat16", entry=entry)
   x, rest = inputs_about(2, case)
   run, weights = functools.partial(attend(case, plgpu.InterpretGPUParams(), 256), rest=rest), cotangents(case)

@@ -20,7 +20,7 @@ def call(place, name, operands, shapes):
 PROGRAM = "\n".join(
   [
     call("jit(f)", "copies", "%a.1, /*index=5*/%b", "f16[1,65]{1,0}, s32[2]{0}"),
-    call("jit(f)", "copies", "%a.1", "f16[1,65]{1,0}"),
+    call("jit(f)/transpose(jvp())", "copies", "%a.1", "f16[1,65]{1,0}"),
     call("jit(f)/cond/branch_0_fun", "attention_forward", "%c", "pred[7]{0}"),
     call("jit(f)/cond/branch_1_fun", "attention_forward", "%c", "pred[8]{0}"),
     call("jit(f)/cond/branch_1_fun", "gram", "%c, %c, %d", "pred[8]{0}, pred[8]{0}, pred[1]{0}"),  # one is given twice

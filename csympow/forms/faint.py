@@ -7,16 +7,16 @@ are nearly orthogonal to the keys in it the terms cancel, and what is left may b
 
 in which |q_i|^2 / d stands for a product of two coordinates. That is compared with what queries have found, for some of
 each head, and if it would be heard in y the head's queries had better read the keys themselves, or a finer state
-(`csympow.forms.finely`). Who will ask a state that a call returns is not known: its own last queries are asked instead.
+(`csympow.forms.finely`). Who will ask a state that a call returns is not known: it is judged as if some of the
+call's own tokens came again.
 """
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, BFloat16, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from csympow.forms.full import Full
 from csympow.forms.spans import scattered
 from kernels_pallas.gpu.heard import heard
 from kernels_pallas.gpu.state_read import Found
@@ -64,55 +64,10 @@ def faint(x: Read, interpret: Any = None) -> Bool[Array, "B H"]:
   share = far / jnp.maximum(far + near, 2.0**-120)
 
   size = jnp.sqrt(square) + _UNIT * x.centre_size[:, :, None, None, None] * far
-  return _heard_in_y(share * noise, size, noise)
-
-
-class Left(NamedTuple):
-  """What is known of a sequence, whose y is found, and of the state that it leaves, whose values are less `centre`."""
-
-  q: Float[Array, "B T Hq d"]
-  y: Float[Array, "B T Hq dv"]
-  normaliser: Float[Array, "B Hq T"]
-  since_start: Float[Array, "B Hq T"]  # discounts since a chunk began
-  final: Full
-  centre: BFloat16[Array, "B H dv"]
-  head_dim: int
-  chunk: int
-
-
-def faint_later(x: Left) -> Bool[Array, "B H"]:
-  """Heads that would be faint if the first chunk's tokens came again, from the state that is left.
-
-  What their queries found is what they would hear besides, and of what they would find in the state it is the size.
-  """
-  (batch, _, query_heads, _), heads = x.q.shape, x.centre.shape[1]
-  _, places = some_places(1, x.chunk, 0)
-  tokens = (places[:, None] + np.arange(ROWS)).reshape(-1)
-
-  def of_each(a: Float[Array, "B T Hq d"]) -> Float[Array, "B H g i d"]:
-    by_head = jnp.moveaxis(a[:, tokens].astype(jnp.float32), 1, 2)
-    return by_head.reshape(batch, heads, query_heads // heads, len(tokens), -1)
-
-  q, y = of_each(x.q), of_each(x.y)
-  since_start, near = (jnp.swapaxes(a, 1, 2)[..., None] for a in (x.since_start, x.normaliser))
-  since_start, near = (of_each(a)[..., 0] for a in (since_start, near))
-  centre = x.centre.astype(jnp.float32)[:, :, None, None]
-  far = since_start * jnp.abs(jnp.sum(jnp.matmul(q, x.final.Z[:, :, None], precision="highest") * q, axis=-1))
-  state = jnp.sqrt(jnp.sum(x.final.S**2, axis=(2, 3, 4, 5)))[..., None, None]
-  noise = ROUNDING / x.head_dim * since_start * jnp.sum(q * q, axis=-1) * state
-  share = far / jnp.maximum(far + near, 2.0**-120)
-  size = (jnp.linalg.norm(y - centre, axis=-1) + _UNIT * jnp.linalg.norm(centre, axis=-1)) * far
-  return _heard_in_y(share * noise, size, noise)
-
-
-def _heard_in_y(
-  wrong: Float[Array, "B H g *queries"], size: Float[Array, "B H g *queries"], noise: Float[Array, "B H g *queries"]
-) -> Bool[Array, "B H"]:
-  """Whether what is `wrong` is more than AUDIBLE of what there is, in the mean square of those queries that ask."""
-  error = jnp.minimum(wrong / jnp.maximum(size, 2.0**-120), 1.0)
-  # Of numbers, whatever else there is in the sequence.
+  error = jnp.minimum(share * noise / jnp.maximum(size, 2.0**-120), 1.0)
+  # The mean square of those who ask, and what it may be; of numbers, whatever else there is in the sequence.
   excess = jnp.where((noise > 0) & jnp.isfinite(error), error**2 - AUDIBLE**2, 0.0)
-  return jnp.sum(excess, axis=tuple(range(3, excess.ndim))).max(axis=-1) > 0
+  return jnp.sum(excess, axis=(-2, -1)).max(axis=-1) > 0
 
 
 def some_places(count: int, chunk: int, first: int) -> tuple[Int[np.ndarray, "m"], Int[np.ndarray, "m"]]:

@@ -129,6 +129,7 @@ def _instead(heads: Bool[Array, "B H"], found: _Parts, redo: Callable[[_Place], 
   batch, count = heads.shape
 
   def each(n: Int[Array, ""], found: _Parts) -> _Parts:
+    n = n.astype(jnp.int32)  # in 64 bits it is not
     place = lax.div(n, jnp.int32(count)), lax.rem(n, jnp.int32(count))
     flag = lax.dynamic_slice(heads.astype(jnp.int32), place, (1, 1))
     return lax.cond(anywhere(flag), lambda found: _put(found, redo(place), place), lambda found: found, found)

@@ -21,20 +21,21 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float
 
-from csympow.forms import finely, full, near, rotating
+from csympow.forms import finely, full, near, rotating, scales
 from csympow.forms.centring import NO_MORE, centre
-from csympow.forms.faint import Left, Read, faint, faint_later
+from csympow.forms.faint import Read, faint
 from csympow.forms.full import Full
 from csympow.forms.fused_chunked_backward import Discounts, Saved, States, backward, discounted_keys, discounts_of
 from csympow.forms.memory import Memory
 from csympow.forms.once import differentiated_once
-from csympow.forms.spans import Settings
+from csympow.forms.spans import Settings, by_head
+from csympow.gates import RESET
 from csympow.forms.visible import Visible, anywhere, may_spare_states
 from csympow.prefix import Total
 from kernels_pallas.gpu import arrays, attention_forward, gram, scan, state_read, state_write, symmetric_write
 from kernels_pallas.gpu.copies import Copy
 from kernels_pallas.gpu.pieces import Pieces
-from kernels_pallas.gpu.tiles import STATE_WIDTH, varying_as
+from kernels_pallas.gpu.tiles import BLOCK, STATE_WIDTH, varying_as
 
 
 class _Keys(NamedTuple):
@@ -57,7 +58,7 @@ class _Gathered(NamedTuple):
   y: arrays.Outputs
   seen: Visible
   states: States
-  drowned: Bool[Array, "B H"] | None = None  # heads that are to be done finely; None: what had to be done is
+  drowned: Bool[Array, "B H"] | None = None  # heads that are to be done finely; None: none, ever
 
 
 def attend(
@@ -113,7 +114,8 @@ def _forward(
   how: dict[str, Any] = {"power": power, "dtype": dtype, "save_low": save, "interpret": interpret}
 
   def by_states() -> _Gathered:
-    return _by_states(x, copied, G, discounts, initial, settings, head_dim, return_final, how)
+    given = x, copied, G, tokens.log_gate, discounts, initial
+    return _by_states(*given, settings, head_dim, return_final, how)
 
   def by_keys() -> _Gathered:
     y = attention_forward.forward(x.q, x.keys, x.v, **how)
@@ -128,7 +130,8 @@ def _forward(
     high, result = finely.forward(drowned, (high, result), x, tokens.log_gate, initial, settings, head_dim)
     y = y._replace(high=high.reshape(y.high.shape))
   keys = copied.keys.x if isinstance(copied.keys, _Keys) else None
-  saved = Saved(x.reading(seen), tokens.log_gate, keys, G, rotation, states, y, by_keys_alone, drowned)
+  log_gate = None if drowned is None else tokens.log_gate
+  saved = Saved(x.reading(seen), log_gate, keys, G, rotation, states, y, by_keys_alone, drowned)
   result = None if result is None else full.scaled(result, scale)
   return (y.high.reshape(*q.shape[:-1], -1), result), saved
 
@@ -142,6 +145,7 @@ def _by_states(
   x: near.Operands,
   copied: _Copied,
   G: Total,
+  log_gate: Float[Array, "B T H"],
   discounts: Discounts,
   initial: Full | None,
   settings: Settings,
@@ -169,34 +173,66 @@ def _by_states(
   wanted = jnp.float32 if save else jnp.bfloat16
   of_states = S.found, Z.found, discounts.since_start
   far = state_read.read(copied.queries, x.q, *of_states, by_rows=right is None, dtype=wanted, **options)
-  alone = initial is None and not return_final
-  first, drowned = int(initial is None), jnp.zeros(x.top.shape, bool)
-  if first < across.shape[2]:
-    assert S.squares is not None
-    of_chunks = near.spans(G, settings.chunk)
-    read = Read(
-      q=x.q,
-      k=x.keys.plain,
-      k_scale=discounts.k_scale,
-      log_gate=of_chunks.G - of_chunks.before,
-      found=far,
-      squares=S.squares,
-      centre_size=jnp.linalg.norm(middle.astype(jnp.float32), axis=-1),
-      head_dim=head_dim,
-      first=first,
-    )
-    drowned = faint(read, interpret)
-    x = near.read_without_states(x, drowned) if alone else x
+  assert S.squares is not None
+  of_chunks = near.spans(G, settings.chunk)
+  read = Read(
+    q=x.q,
+    k=x.keys.plain,
+    k_scale=discounts.k_scale,
+    log_gate=of_chunks.G - of_chunks.before,
+    found=far,
+    squares=S.squares,
+    centre_size=jnp.linalg.norm(middle.astype(jnp.float32), axis=-1),
+    head_dim=head_dim,
+    first=int(initial is None),
+  )
+  drowned, final = None, Full(S.final, Z.final) if return_final else None
+  if read.first < across.shape[2]:
+    heads = faint(read, interpret)
+    if initial is None and not (return_final and save):
+      x = near.read_without_states(x, heads)
+    else:  # there are no keys, or gradients come through the state
+      drowned = heads
+  if final is not None:  # others will ask it, of whom nothing is known
+    less_middle = full.about(final, middle) if right is None else final
+    heads = faint(_after(less_middle, read, copied.queries, log_gate, interpret), interpret)
+    drowned = heads if drowned is None else drowned | heads
   carried = arrays.Carried(*far, x.has_state, middle.astype(jnp.float32))
   y = attention_forward.forward(x.q, x.keys, x.v, carried, **how)
-  final = None
-  if return_final:
-    final = Full(S.final, Z.final)
-    found = y.high, y.normaliser, discounts.since_start
-    less_middle = full.about(final, middle) if right is None else final
-    drowned |= faint_later(Left(x.q, *found, less_middle, middle, head_dim, settings.chunk))
-  states = States(middle, initial, S.found, Z.found, final, far.normaliser >= 0)
-  return _Gathered(y, x.seen, states, None if alone else drowned)
+  return _Gathered(y, x.seen, States(middle, initial, S.found, Z.found, final, far.normaliser >= 0), drowned)
+
+
+def _after(
+  state: Full, read: Read, queries: BFloat16[Array, "B Hq d T"], log_gate: Float[Array, "B T H"], interpret: Any
+) -> Read:
+  """What would be read if some tokens came again, after the state, whose values are less the centre.
+
+  They are a BLOCK in the middle, where padding at either end seldom is. Resets among them do not count: who is to ask
+  the state is like those before a reset, too.
+  """
+  (_, _, d, time), dv = queries.shape, read.found.numerator.shape[3]
+  place = (time // BLOCK - 1) // 2
+  some = slice(place * BLOCK, (place + 1) * BLOCK)
+  kept = by_head(jnp.where(log_gate[:, some] <= RESET, 0.0, log_gate[:, some]))
+  since_first = jnp.cumsum(kept, axis=-1)
+  since_start = jnp.repeat(jnp.exp(since_first), queries.shape[1] // kept.shape[1], axis=1)
+  Z, terms = state.Z, []
+  for _ in range(scan.TERMS):
+    terms.append(scales.rounded(Z, scales.BFLOAT16).astype(jnp.bfloat16))
+    Z = Z - terms[-1].astype(jnp.float32)
+  S, Z = state.S.astype(jnp.bfloat16)[:, :, :, None], jnp.stack(terms, axis=2)[:, :, None]
+  q = read.q[:, some]
+  return Read(
+    q=q,
+    k=read.k[:, some],
+    k_scale=read.k_scale[..., some],
+    log_gate=since_first[:, :, None],
+    found=state_read.read(queries[..., some], q, S, Z, since_start, interpret=interpret),
+    squares=jnp.sum(full.to_memory(state, d, dv).S ** 2, axis=(2, 3))[..., None],  # some have but half of a state
+    centre_size=read.centre_size,
+    head_dim=read.head_dim,
+    first=0,
+  )
 
 
 def _no_states(x: near.Operands, chunks: int) -> States:

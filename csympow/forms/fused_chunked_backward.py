@@ -58,7 +58,7 @@ class Saved(NamedTuple):
   """What the backward pass needs."""
 
   operands: near.Operands
-  log_gate: Float[Array, "B T H"]
+  log_gate: Float[Array, "B T H"] | None  # if heads may be done finely
   keys: BFloat16[Array, "B H d T"] | None  # time last, as their chunk's end sees them; none without gradients
   G: Total
   rotation: rotating.Rotation | None
@@ -99,7 +99,7 @@ def backward(
   if saved.by_keys_alone is not None:
     return lax.cond(saved.by_keys_alone, by_keys, by_states)
   found, initial = by_states(), saved.states.initial
-  if saved.drowned is not None:
+  if saved.drowned is not None and saved.log_gate is not None:
     initial = None if initial is None else full.about(initial, -saved.states.centre)
     rest = x, saved.log_gate, saved.rotation, initial, (dy, dfinal), settings, head_dim
     found = finely.backward(saved.drowned, found, *rest)
