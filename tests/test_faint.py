@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from csympow.forms import faint, fused_chunked, visible
+from csympow.forms import faint, full, fused_chunked, visible
 from csympow.forms.centring import centre
 from csympow.forms.full import Full
-from csympow.prefix import Total, prefix_sum
+from csympow.gates import RESET
+from csympow.prefix import Total
 from kernels_pallas.gpu.heard import heard
 from kernels_pallas.gpu.state_read import Found
 from kernels_pallas.gpu.tiles import ROWS
@@ -18,6 +19,7 @@ from tests import comparing
 from tests.comparing import WHERE
 
 CHUNK, CHUNKS, WIDTH = 256, 4, 64
+INTERPRETED = plgpu.InterpretGPUParams()
 TIME = CHUNK * CHUNKS
 
 
@@ -70,7 +72,7 @@ def _is_faint(q, k, found, squares, centre_size, log_gate):
     head_dim=WIDTH,
     first=1,
   )
-  return faint.faint(read, plgpu.InterpretGPUParams())[0, 0]
+  return faint.faint(read, INTERPRETED)[0, 0]
 
 
 @pytest.mark.parametrize("cosine", [None, 0.3, 0.05, 0.03, 0.01])
@@ -96,32 +98,59 @@ def left_by(q, k, v, decay):
   return state, np.linalg.norm(wrong / total) / np.linalg.norm(again / total)
 
 
-OTHERS_THAT_LEAVE = [(None, 1.0), (0.3, 1.0), (0.3, 0.5), (0.03, 0.99), (0.01, 1.0), (0.01, 0.5)]
-
-
 @jax.jit
-def _is_left_faint(q, k, state, log_gate):
+def _is_left_faint(q, k, state, middle, log_gate):
   def of_middle(x):  # of three blocks, the others are padding
-    return jnp.pad(x[:CHUNK], ((CHUNK, CHUNK), (0, 0)))[None, :, None]
+    return jnp.pad(x, ((CHUNK, CHUNK), (0, 0)))[None, :, None]
 
-  q, k = of_middle(q), of_middle(k)
-  unused = jnp.zeros((1, 1, 1, 3 * CHUNK))
-  read = faint.Read(q, k, jnp.ones(unused.shape[1:]), unused, None, None, jnp.zeros((1, 1)), WIDTH, 1)
-  G = prefix_sum(jnp.full((1, 3 * CHUNK, 1), log_gate))
+  found = Found(jnp.zeros((1, 3 * CHUNK, 1, WIDTH)), jnp.zeros((1, 1, 3 * CHUNK)))  # of which nothing counts
+  log_gates, q, k = jnp.zeros((1, 1, 3, CHUNK)), of_middle(q), of_middle(k)
+  size = jnp.linalg.norm(middle, axis=-1)
+  read = faint.Read(q, k, jnp.ones((1, 1, 3 * CHUNK)), log_gates, found, jnp.zeros((1, 1, 3)), size, WIDTH, 1)
   queries = jnp.moveaxis(q, 1, 3).astype(jnp.bfloat16)
-  after = fused_chunked._after(state, read, queries, G, plgpu.InterpretGPUParams())
-  return faint.faint(after, plgpu.InterpretGPUParams())[0, 0]
+  after = fused_chunked._after(full.about(state, middle), read, queries, of_middle(log_gate)[..., 0], INTERPRETED)
+  return faint.faint(after, INTERPRETED)[0, 0]
+
+
+def is_left_faint(q, k, state, *, middle=0.0, log_gate=0.0):
+  middle, log_gate = (np.broadcast_to(np.float32(x), n) for x, n in ((middle, (1, 1, WIDTH)), (log_gate, (CHUNK, 1))))
+  return bool(_is_left_faint(jnp.float16(q[:CHUNK]), jnp.float16(k[:CHUNK]), state, middle, log_gate))
 
 
 @pytest.mark.parametrize(
   ("cosine", "decay"),
-  [(None, 0.5), (0.03, 1.0), *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS_THAT_LEAVE)],
+  [
+    (None, 0.5),
+    (0.03, 1.0),
+    *(
+      pytest.param(*x, marks=pytest.mark.slow) for x in [(None, 1.0), (0.3, 1.0), (0.3, 0.5), (0.03, 0.99), (0.01, 0.5)]
+    ),
+  ],
 )
-def test_heads_that_leave_too_coarse_a_state_are_those_whose_y_would_be_wrong_if_their_tokens_came_again(cosine, decay):
+def test_heads_leave_too_coarse_a_state_if_y_would_be_wrong_were_their_tokens_to_come_again(cosine, decay):
   q, k, v = tokens(cosine)
   state, wrong = left_by(q, k, v, decay)
-  found = _is_left_faint(jnp.float16(q), jnp.float16(k), state, np.float32(np.log(decay)))
-  assert bool(found) == (wrong > faint.AUDIBLE)
+  assert is_left_faint(q, k, state, log_gate=np.log(decay)) == (wrong > faint.AUDIBLE)
+
+
+def test_a_state_that_is_left_does_not_owe_its_size_to_means_nor_to_being_written_half():
+  q, k, v = tokens(None)
+  k, v = k + 0.5, v + 2.0
+  whole, wrong = left_by(q, k, v, 1.0)
+  assert wrong < faint.AUDIBLE
+  quarter = np.arange(WIDTH) // (WIDTH // 4)
+  half = whole._replace(S=jnp.where(quarter[:, None, None] <= quarter, whole.S, 0))  # as `symmetric_write` does
+  assert not is_left_faint(q, k, whole, middle=2.0)
+  assert not is_left_faint(q, k, half, middle=2.0)
+
+
+def test_a_reset_does_not_hide_what_a_state_lacks_nor_does_a_token_of_zeros_make_it_look_coarse():
+  q, k, v = tokens(0.03)
+  state, _ = left_by(q, k, v, 1.0)
+  assert is_left_faint(q, k, state, log_gate=np.where(np.arange(CHUNK) == 0, RESET, 0.0)[:, None])
+  q, k, v = tokens(None)
+  k[0] = v[0] = 0
+  assert not is_left_faint(q, k, left_by(q, k, v, 1.0)[0])
 
 
 def test_a_head_that_hears_its_own_chunk_need_not_hear_the_state():

@@ -120,7 +120,7 @@ def test_of_many_calls_at_once_a_head_is_done_anew_if_it_is_of_any():
   np.testing.assert_array_equal(state[..., 0], np.broadcast_to([1, 0, 1], state.shape[:-1]))
 
 
-@pytest.mark.parametrize("entry", ["prefill", "continued"])
+@pytest.mark.parametrize("entry", [pytest.param("prefill", marks=pytest.mark.slow), "continued"])
 def test_a_few_tokens_beside_a_state_have_a_state_in_float32(entry):
   def kernels_of(time):
     case = Case(T=time, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry=entry)
@@ -130,6 +130,14 @@ def test_a_few_tokens_beside_a_state_have_a_state_in_float32(entry):
 
   assert kernels_of(16) == {"attention_forward"}
   assert kernels_of(17) == {"attention_forward", "state_write", "state_read"}
+
+
+def test_calls_beside_a_state_trace_where_integers_have_64_bits():
+  case = Case(T=300, B=1, H=2, d=64, dv=64, dtype="bfloat16", entry="continued")
+  run, (x, rest) = attend(case, chunk=256), inputs(case)
+  with jax.enable_x64(True):
+    out = jax.eval_shape(lambda x, w: comparing.with_gradients(lambda x: run(x, rest), x, w), x, cotangents(case))
+  assert all(out[f"d{name}"].dtype == a.dtype for name, a in x.items())
 
 
 def told(monkeypatch):

@@ -57,6 +57,15 @@ def test_shards_of_a_split_sequence_take_the_kernels(monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_state_alone_needs_no_attention():
+  """As shards want it that write theirs before they attend."""
+  case = Case(T=1024, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="prefill")
+  (x, rest), run = inputs(case), attend(case, chunk=1024)
+  text = assert_lowers(lambda x: run(x, rest)["S"], x, "symmetric_write")
+  assert "attention_forward" not in text
+
+
+@pytest.mark.slow
 def test_a_pass_without_gradients_writes_symmetric_states_once():
   case = Case(T=2048, B=1, H=8, groups=2, d=64, dv=64, dtype="bfloat16", entry="attention")
   run, (_, x) = attend(case, chunk=1024), gradients(case)

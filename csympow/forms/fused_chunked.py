@@ -29,8 +29,8 @@ from csympow.forms.fused_chunked_backward import Discounts, Saved, States, backw
 from csympow.forms.memory import Memory
 from csympow.forms.once import differentiated_once
 from csympow.forms.spans import Settings, by_head
-from csympow.gates import RESET
 from csympow.forms.visible import Visible, anywhere, may_spare_states
+from csympow.gates import RESET
 from csympow.prefix import Total
 from kernels_pallas.gpu import arrays, attention_forward, gram, scan, state_read, state_write, symmetric_write
 from kernels_pallas.gpu.copies import Copy
