@@ -207,8 +207,8 @@ def _after(
 ) -> Read:
   """What would be read if some tokens came again, after the state, whose values are less the centre.
 
-  They are a BLOCK in the middle, where padding at either end seldom is. Resets among them do not count: who is to ask
-  the state is like those before a reset, too.
+  They are a BLOCK in the middle, where padding at either end seldom is. Resets among them do not count, or the state
+  would be hidden from all that are behind one.
   """
   (_, _, d, time), dv = queries.shape, read.found.numerator.shape[3]
   place = (time // BLOCK - 1) // 2
