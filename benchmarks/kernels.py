@@ -33,7 +33,7 @@ TOKENS, HEADS, RUNS = 65_536, 12, 20
 LINE = "{:20} {:>9} {:>9} {:>13} {:>10} {:>8}"
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")  # as XLA writes it, such as bf16[1,12,64]{2,1,0}
-_SAMPLE = ("heard", "bounds", "reach")  # kernels that look at a part of their arrays, which gates decide
+_SAMPLE = ("heard", "sizes", "bounds", "reach")  # kernels that look at a part of their arrays, which gates decide
 
 
 class Launched(NamedTuple):
