@@ -78,13 +78,16 @@ def traffic(program: str, names: set[str]) -> dict[str, int]:
       *place, name, _ = re.findall(r'op_name="([^"]*)"', line)[0].split("/")
       size = sum(itertools.starmap(_bytes, [*_ARRAY.findall(results), *given.values()]))
       places["/".join(place)].append((name, 0 if name in _SAMPLE else size))
-  branches = collections.defaultdict(list)
+  conditionals: dict[str, dict[str, list]] = collections.defaultdict(lambda: collections.defaultdict(list))
   for place, calls in places.items():
-    before, is_branch, _ = place.rpartition("cond/branch_")
-    if all(name in names for name, _ in calls):
-      branches[before if is_branch else place].append(calls)
+    before, is_branch, rest = place.rpartition("cond/branch_")
+    conditionals[before if is_branch else place][rest.split("/")[0] if is_branch else ""] += calls
+  taken = []
+  for branches in conditionals.values():
+    launchable = [calls for calls in branches.values() if all(name in names for name, _ in calls)]
+    taken += max(launchable, key=len, default=[])
   total: collections.Counter[str] = collections.Counter()
-  for name, size in itertools.chain.from_iterable(max(calls, key=len) for calls in branches.values()):
+  for name, size in taken:
     total[name] += size
   return total
 

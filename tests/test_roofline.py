@@ -24,7 +24,7 @@ PROGRAM = "\n".join(
     call("jit(f)/cond/branch_0_fun", "attention_forward", "%c", "pred[7]{0}"),
     call("jit(f)/cond/branch_1_fun", "attention_forward", "%c", "pred[8]{0}"),
     call("jit(f)/cond/branch_1_fun", "gram", "%c, %c, %d", "pred[8]{0}, pred[8]{0}, pred[1]{0}"),  # one is given twice
-    call("jit(f)/cond/branch_1_fun", "reach", "%c", "pred[8]{0}"),
+    call("jit(f)/cond/branch_1_fun/checkpoint", "reach", "%c", "pred[8]{0}"),
   ]
 )
 NAMES = {"copies", "attention_forward", "gram", "reach"}

@@ -93,7 +93,7 @@ def backward(
   Both states' are in the scale of the kernels, about 0.
   """
   dtokens, dinitial = found
-  total, cycles, start, run = (None,) * 4 if rotation is None else rotation.phases
+  total, _, start, run = (None,) * 4 if rotation is None else rotation.phases
   given = _Parts((_Given.of(x, log_gate, head_dim), cotangents[0], total, run), (initial, cotangents[1], start))
 
   def attend_backwards(place: _Place) -> _Parts:
@@ -105,22 +105,22 @@ def backward(
     q, k, v = row.vectors()
     _, transpose = jax.vjp(attend, q, k, v, row.log_gate, initial)
     dq, dk, dv, dlog_gate, dinitial = transpose((dy.astype(jnp.float32), dfinal))
-    drotation = None
-    if rotation is not None and total is not None and cycles is not None:
+    of_rotation = None
+    if rotation is not None:
       dturns = rotating.torque(q, dq) + rotating.torque(k[..., None, :], dk[..., None, :])
       along = rotation.rates[: head_dim // 2] / (2 * jnp.pi)
-      drotation = dturns, jnp.sum(dturns * along, axis=-1)
-      turns = rotating.turns_of(Phases(total, cycles, start, run))[..., : head_dim // 2]
+      of_rotation = dturns, jnp.sum(dturns * along, axis=-1)
+      turns = rotating.turns_of(Phases(total, rotation.phases.cycles, start, run))[..., : head_dim // 2]
       dq, dk = rotate(dq, -turns[..., None, :]), rotate(dk, -turns)
     dq, dk = dq * scales.power_of_two(-row.q_exponent), dk * scales.power_of_two(-row.top)
-    return _Parts((dq, dk, dv, dlog_gate, drotation), dinitial)
+    return _Parts((dq, dk, dv, dlog_gate, of_rotation), dinitial)
 
   drotation = dtokens.rotation
-  of_rotation = None if rotation is None or drotation is None else (drotation.turns, drotation.total)
+  of_rotation = None if drotation is None else (drotation.turns, drotation.total)
   parts = _Parts((*dtokens[:4], of_rotation), dinitial)
   (dq, dk, dv, dlog_gate, of_rotation), dinitial = _instead(heads, parts, attend_backwards)
-  if drotation is not None and of_rotation is not None:
-    drotation = drotation._replace(turns=of_rotation[0], total=of_rotation[1])
+  if drotation is not None:
+    drotation = rotating.cotangent(drotation, *of_rotation)
   return near.Tokens(dq, dk, dv, dlog_gate, drotation), dinitial
 
 

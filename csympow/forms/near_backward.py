@@ -100,7 +100,7 @@ def finished(
 ) -> tuple[Float[Array, "B T H g d"], Float[Array, "B T H d"], backwards.Pulls]:
   """From the gradients by kernels those of queries and keys as they were given, and what is pulled by each.
 
-  The angles, if they are known, are the rotation's.
+  `turned_by`: the rotation's angles, where the caller has them already.
   """
   power, (batch, time, heads, group) = settings.power, x.q_exponent.shape
   turned_by, speed = angles(rotation) if turned_by is None else turned_by, _speed(rotation, power)
