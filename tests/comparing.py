@@ -1,5 +1,6 @@
 """Cases, their inputs, and both sides of a comparison: csympow's public functions and the float64 reference."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -66,12 +67,14 @@ def covering(**levels):
   names = list(levels)
   rows = list(itertools.product(*(range(len(levels[name])) for name in names)))
   random.Random(21).shuffle(rows)  # a seed whose order makes few rows suffice
-  pairs = {row: {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(names)), 2)} for row in rows}
-  missing = set().union(*pairs.values())
+  bit: dict = collections.defaultdict(itertools.count().__next__)  # of a pair of levels, in a number that is a set
+  columns = list(itertools.combinations(range(len(names)), 2))
+  pairs = {row: sum(1 << bit[i, row[i], j, row[j]] for i, j in columns) for row in rows}
+  missing = (1 << len(bit)) - 1
   cases = []
   while missing:
-    best = max(rows, key=lambda row: len(pairs[row] & missing))
-    missing -= pairs[best]
+    best = max(rows, key=lambda row: (pairs[row] & missing).bit_count())
+    missing &= ~pairs[best]
     chosen = [levels[name][level] for name, level in zip(names, best, strict=True)]
     cases.append(Case(**dict(itertools.chain.from_iterable(level.items() for level in chosen))))
   return cases
