@@ -30,8 +30,13 @@ def normal(random, *shape):
 
 def operands(q, k, v, rotation, random):
   """What kernels would be given, but for rounding, with a scale for each vector."""
+  exponents = (jnp.asarray(random.integers(-3, 4, x.shape[:-1]), jnp.int32) for x in (q, k))
+  return _operands(q, k, v, rotation, *exponents)
+
+
+@quick_jit
+def _operands(q, k, v, rotation, q_exponent, exponent):
   q, k = rotating.rotated(q, k, rotation)
-  q_exponent, exponent = (jnp.asarray(random.integers(-3, 4, x.shape[:-1]), jnp.int32) for x in (q, k))
   q, k = (full.widened(x * jnp.exp2(-e.astype(jnp.float32))[..., None]) for x, e in ((q, q_exponent), (k, exponent)))
   by_token, by_tile = jnp.zeros((B, H, T)), jnp.zeros((B, H, T // 128), jnp.int32)  # which nobody looks at
   keys = arrays.Keys(None, k, by_token, by_token, by_token, by_tile, by_tile, jnp.stack([by_tile] * 4))
@@ -74,9 +79,11 @@ def test_some_heads_are_done_anew_from_operands_and_back(rotated, continued, mon
   x, rotation = operands(q, k, v, given, random), rotating.padded(given, 0, WIDTH)
   unit = jnp.exp2(2.0 * x.top)[..., None, None]  # of states
 
+  @jax.jit
   def scaled_in(memory):
     return full.scaled(full.of_memory(memory, D), 1 / unit)
 
+  @jax.jit
   def scaled_out(state):
     return full.to_memory(full.scaled(state, unit), D, WIDTH)
 

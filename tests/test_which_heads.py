@@ -16,7 +16,7 @@ from csympow.prefix import Total
 from kernels_pallas.gpu import arrays, attention_forward
 from kernels_pallas.gpu.tiles import TILE
 from tests import comparing
-from tests.comparing import Case
+from tests.comparing import Case, quick_jit
 from tests.test_kernels import TOLERANCE, attend
 from tests.test_visible import before_of, found_visible, halves
 
@@ -131,18 +131,19 @@ def test_a_head_with_a_state_reads_its_own_chunk_besides(in_chunk, has_state, mo
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("widths", [(64, 64), (128, 128), (64, 128)])
 def test_states_cost_more_the_more_there_are_but_those_of_a_walk_are_written_at_once(widths, gradients):
-  def cost(states, batch=1, group=1):
-    return np.asarray(visible.cost_of_states(jnp.arange(1 + states), batch, widths, group, gradients))[-1]
+  def costs(batch=1, group=1):
+    return np.asarray(visible.cost_of_states(jnp.arange(26), batch, widths, group, gradients))
 
-  assert cost(0) == 0
-  by_number = np.diff([cost(n) for n in range(26)])
+  cost, of_four, by_four = costs(), costs(batch=4), costs(group=4)
+  assert cost[0] == 0
+  by_number = np.diff(cost)
   assert np.all(by_number > 0)
   if widths == (64, 64):
     np.testing.assert_allclose(by_number[np.r_[1:12, 13:24]], by_number[1], rtol=1e-5)
     assert by_number[12] > by_number[11]  # a second walk
-    np.testing.assert_allclose(cost(12, batch=4), cost(12), rtol=1e-5)  # four walks of a quarter the length
+    np.testing.assert_allclose(of_four[12], cost[12], rtol=1e-5)  # four walks of a quarter the length
   # Queries of all heads of a group read, but their keys are written once.
-  assert cost(12) / 4 < cost(12, group=4) < cost(12)
+  assert cost[12] / 4 < by_four[12] < cost[12]
 
 
 def test_many_calls_at_once_are_of_one_mind():
@@ -187,13 +188,14 @@ def test_what_is_left_out_does_not_depend_on_how_long_keys_are():
   settings = Settings(2, 512, TILE, TILE, "high", interpret=QUICKLY)
   x, _ = comparing.inputs(Case(T=512, B=1, H=1, d=32, dv=32, rotation="none", dtype="bfloat16", entry="attention"))
 
+  @quick_jit
   def first(scale):
-    tokens = near.Tokens(x["q"][:, :, :, None], x["k"] * jnp.bfloat16(scale), x["v"], 4 * x["log_gate"], None)
+    tokens = near.Tokens(x["q"][:, :, :, None], x["k"] * scale.astype(jnp.bfloat16), x["v"], 4 * x["log_gate"], None)
     return near.operands(tokens, settings, with_state=False, save=False)[0].keys.first
 
-  expected = first(1.0)
+  expected = first(jnp.float32(1))
   assert np.any(expected > 0)
-  np.testing.assert_array_equal(first(2.0**40), expected)  # float16 would not hold them
+  np.testing.assert_array_equal(first(jnp.float32(2.0**40)), expected)  # float16 would not hold them
 
 
 @pytest.mark.slow
