@@ -66,9 +66,10 @@ def _backward(
   rows: Rows, keys: Keys, last: Int[Array, "B H tiles"], v: BFloat16[Array, "B T H dv"], power: int, interpret: Any
 ) -> Gradients:
   ordered = interpret is None  # the interpreter can neither wait for a turn nor add to memory
-  batch, time, query_heads, _ = rows.q.shape
+  batch, time, query_heads, head_dim = rows.q.shape
   f32, half = jnp.float32, v.dtype
   heads = v.shape[2]
+  assert head_dim == v.shape[-1] == WIDTH
   group, tiles = query_heads // heads, time // TILE
   as_given = keys.top is not None  # keys, and queries but for a scale: they are rounded, and there is room for more
   assert as_given == (keys.folded is None)
