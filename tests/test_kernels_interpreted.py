@@ -22,7 +22,7 @@ INTERPRETED = [
   # Two tiles far, one of them for half of the queries only, and gates that leave something of them.
   slow(Case(T=400, B=1, H=1, d=32, dv=32, gate="weak", rotation="none", dtype="bfloat16", entry="attention")),
   # Queries that the forward kernel rotates, and keys whose gradients the backward one rotates back.
-  Case(T=300, B=1, H=1, groups=2, d=32, dv=32, gate="weak", segments="packed", dtype="bfloat16", entry="attention"),
+  Case(T=200, B=1, H=1, groups=2, d=32, dv=32, gate="weak", segments="packed", dtype="bfloat16", entry="attention"),
   slow(Case(T=400, B=1, H=1, d=32, dv=32, gate="weak", dtype="bfloat16", entry="attention")),
   slow(
     Case(
