@@ -1,7 +1,4 @@
-"""The backward kernel that computes scores of heads of 128 once, in the place of the one that does so twice.
-
-It has not run on a chip, so nothing takes it but these tests.
-"""
+"""The backward kernel of heads of 128: gradients in the interpreter, without races, and on the chip."""
 
 import functools
 
@@ -10,8 +7,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 import pytest
 
-from csympow.forms import near_backward
-from kernels_pallas.gpu import attention_backward_wide
 from tests import comparing
 from tests.comparing import Case, cotangents, inputs
 from tests.test_kernels import (
@@ -23,9 +18,13 @@ from tests.test_kernels import (
   run_on_chip,
 )
 
-wide = functools.partial(Case, d=128, dv=128, dtype="bfloat16", entry="attention")
+
+def wide(**sizes):
+  return Case(**({"d": 128, "dv": 128, "dtype": "bfloat16", "entry": "attention"} | sizes))
+
+
 CASES = [
-  # Keys as they were given, and copies of them, of which a far tile finds others.
+  # Keys as they were given, and copies of them; of discounted copies are those beside a state, and of long sequences.
   wide(T=260, B=1, H=1, gate="weak", rotation="none"),
   wide(T=260, B=1, H=1, gate="weak"),
   wide(T=300, B=1, H=1, groups=2, gate="weak", rotation="none", segments="packed"),
@@ -33,8 +32,6 @@ CASES = [
   wide(T=600, B=1, H=2, gate="resets", power=6, rotation="none", segments="padded"),
   wide(T=1, B=2, H=1),
 ]
-
-
 ON_CHIP = [
   *CASES,
   wide(T=2300, H=12, gate="weak", rotation="none"),
@@ -44,24 +41,9 @@ ON_CHIP = [
 ]
 
 
-@pytest.fixture
-def at_once(monkeypatch):
-  """Scores of wide heads are computed once, from here on."""
-
-  def backward(rows, keys, last, v, way_back=None, *, power, dtype, interpret):
-    assert way_back is None
-    assert dtype is not None
-    return attention_backward_wide.backward(rows, keys, last, v, power=power, interpret=interpret)
-
-  monkeypatch.setattr(near_backward.attention_backward, "backward", backward)
-  jax.clear_caches()
-  yield
-  jax.clear_caches()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.usefixtures("no_races", "at_once")
+@pytest.mark.usefixtures("no_races")
 def test_gradients_are_right_in_the_interpreter_and_race_free(case):
   x, rest = inputs(case)
   run = attend(case, plgpu.InterpretGPUParams(detect_races=True))
@@ -70,9 +52,10 @@ def test_gradients_are_right_in_the_interpreter_and_race_free(case):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_races", "at_once")
-def test_gradients_beside_a_state_are_right_in_the_interpreter_and_race_free():
-  case = wide(T=300, B=1, H=1, entry="continued")
+@pytest.mark.parametrize(("d", "dv"), [(128, 128), (128, 32), (32, 128)])
+@pytest.mark.usefixtures("no_races")
+def test_gradients_beside_a_state_are_right_in_the_interpreter_and_race_free(d, dv):
+  case = wide(T=300, B=1, H=1, d=d, dv=dv, entry="continued")
   x, rest = inputs(case)
   run = attend(case, plgpu.InterpretGPUParams(detect_races=True), 256)
   results = comparing.with_gradients(lambda x: run(x, rest), x, cotangents(case))
@@ -81,7 +64,6 @@ def test_gradients_beside_a_state_are_right_in_the_interpreter_and_race_free():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ON_CHIP, ids=str)
-@pytest.mark.usefixtures("at_once")
 def test_gradients_are_right_on_the_chip(case):
   run = functools.partial(run_on_chip, both_ways, case, form="attention", power=case.power)
   results = run()

@@ -164,15 +164,14 @@ def operands(x: Tokens, settings: Settings, *, with_state: bool, save: bool) -> 
   And the running totals of the gates, but for tokens that are read as they were given.
   """
   short, wide = x.k.shape[1] <= SHORT, x.k.shape[-1] > 64
+  fit = short
   if x.rotation is None:
     fit = all(a.dtype == jnp.bfloat16 for a in x[:3]) and (short or (wide and save))
-  else:
-    fit = short and not wide
   if fit and not with_state:
     return _with_given_queries(x, settings), None
   G, largest = survey(x, settings)
   found = exponents(x, largest)
-  return operands_and_copies(x, G, found, (), (), settings, folding=wide or not short)[0], G
+  return operands_and_copies(x, G, found, (), (), settings, folding=not short)[0], G
 
 
 def _with_given_queries(x: Tokens, settings: Settings) -> Operands:

@@ -13,7 +13,7 @@ from csympow.forms import backwards, scales
 from csympow.forms.near import Operands, filled_up
 from csympow.forms.rotating import Rotation, angles, torque
 from csympow.forms.spans import Settings, by_head
-from kernels_pallas.gpu import attention_backward, gradients
+from kernels_pallas.gpu import attention_backward, attention_backward_wide, gradients
 from kernels_pallas.gpu.angles import Angles
 from kernels_pallas.weights import LEAST
 
@@ -44,17 +44,31 @@ def backward(
     discounted=given.inverse * jnp.exp2(gate),
     delta=given.delta,
   )
-  return attention_backward.backward(rows, x.keys, x.last, x.v, way_back, power=power, dtype=dtype, interpret=interpret)
+  how: dict[str, Any] = {"power": power, "dtype": dtype, "interpret": interpret}
+  if not _wide(x):
+    return attention_backward.backward(rows, x.keys, x.last, x.v, way_back, **how)
+
+  def filled(a: Array | None) -> Any:  # that kernel has one width of queries and keys
+    return None if a is None else filled_up(a, attention_backward_wide.WIDTH)
+
+  head_dim = x.q.shape[-1]
+  rows = rows._replace(q=filled(rows.q), rounded=filled(rows.rounded))
+  keys = x.keys._replace(plain=filled(x.keys.plain), folded=filled(x.keys.folded))
+  found = attention_backward_wide.backward(rows, keys, x.last, x.v, way_back, **how)
+  return found._replace(q=found.q[..., :head_dim], k=found.k[..., :head_dim])
+
+
+def _wide(x: Operands) -> bool:
+  return max(x.q.shape[-1], x.v.shape[-1]) > 64
 
 
 def way_back(x: Operands, rotation: Rotation | None, power: int) -> attention_backward.WayBack | None:
   """From the gradients of scaled and rotated keys to those of keys as they were given, if the kernel can take it.
 
-  In wide heads and beside folded keys there is no room for it, and keys as they were given need none. The gradients of
-  rotated keys are lost on it, and with them that of a rotation's turns.
+  Keys as they were given need none. Beside folded ones there is no room for it, but in wide heads, where these take the
+  others' place. The gradients of rotated keys are lost on it, and with them that of a rotation's turns.
   """
-  wide = max(x.keys.plain.shape[-1], x.v.shape[-1]) > 64
-  if wide or x.keys.folded is not None or x.keys.top is not None:
+  if x.keys.top is not None or not (x.keys.folded is None or _wide(x)):
     return None
   return attention_backward.WayBack(_factor(x.exponent, power), angles(rotation), _speed(rotation, power))
 

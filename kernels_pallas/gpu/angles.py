@@ -4,6 +4,7 @@ A rotation takes a vector, and the vector with every pair of coordinates turned 
 are in one thread.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -111,6 +112,17 @@ def rotated_back(
   cosine, sine = _cosine_and_sine(angle, interpret)
   across_dx = _quarter_turned(dx, interpret)  # instead of x, with the other sign
   return dx * cosine - across_dx * sine, -(x * across_dx * across(speed, x.shape)).sum(axis=1)
+
+
+def all_rotated_back(
+  dx: Float[Array, "rows d"], x: Float[Array, "rows d"], angles: Any, speed: Any, tile: Any, interpret: Any
+) -> tuple[Float[Array, "rows d"], Float[Array, "rows"]]:
+  """`rotated_back` of whole vectors, by the angles of a tile of a head."""
+  turns, found = along(angles, tile), []
+  for n, part in enumerate(zip(parts_of(dx), parts_of(x), strict=True)):
+    found.append(rotated_back(*part, radians(angles, turns, tile, n), by_coordinate(speed, n), interpret))
+  back, torques = zip(*found, strict=True)
+  return jnp.concatenate(back, axis=1), functools.reduce(jnp.add, torques)
 
 
 def _cosine_and_sine(

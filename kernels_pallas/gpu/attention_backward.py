@@ -29,17 +29,17 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
-from kernels_pallas.gpu.angles import Angles, along, memory, of_tiles, parts_of, radians, rotated_back
+from kernels_pallas.gpu.angles import Angles, all_rotated_back, memory, of_tiles
 from kernels_pallas.gpu.arrays import Keys
 from kernels_pallas.gpu.tiles import (
   ROWS,
   TILE,
   WGMMA,
   across,
-  by_coordinate,
   by_token,
   down,
   index,
+  multiply,
   place_in_grid,
   place_in_ring,
   shared,
@@ -99,30 +99,19 @@ def backward(
 ) -> Gradients:
   """The cotangents of q, of the plain keys or, with a `way_back`, of those that were given, in `dtype`, and of v.
 
-  `last`: the latest tile whose queries read a tile's keys. Wide heads have no way back, nor folded keys: there is no
-  room for it.
+  `last`: the latest tile whose queries read a tile's keys. Heads of up to 64; of wider ones, see
+  attention_backward_wide.py.
   """
-  of_keys, of_values = (-(-width // 64) for width in (rows.q.shape[-1], v.shape[-1]))
 
-  def gradients(part: int) -> Gradients:
-    # Under vmap one after another: blocks of the grid take turns by semaphores that know nothing of vmap's axis.
-    @jax.custom_batching.sequential_vmap
-    def one_at_a_time(
-      rows: Rows, keys: Keys, last: Int[Array, "B H tiles"], v: Array, way_back: WayBack | None
-    ) -> Gradients:
-      return _backward(rows, keys, last, v, way_back, part, power, dtype, interpret)
+  # Under vmap one after another: blocks of the grid take turns by semaphores that know nothing of vmap's axis.
+  @jax.custom_batching.sequential_vmap
+  def one_at_a_time(
+    rows: Rows, keys: Keys, last: Int[Array, "B H tiles"], v: Array, way_back: WayBack | None
+  ) -> Gradients:
+    return _backward(rows, keys, last, v, way_back, power, dtype, interpret)
 
-    result: Gradients = one_at_a_time(rows, keys, last, v, way_back)
-    return result
-
-  parts = [gradients(n) for n in range(max(of_keys, of_values))]
-  if len(parts) == 1:
-    return parts[0]
-  counts = of_keys, of_keys, of_values  # where there are fewer of one, the last comes again
-  of_parts = zip(*(part[:3] for part in parts), strict=True)
-  dq, dk, dv = (jnp.concatenate(a[:n], axis=-1) for a, n in zip(of_parts, counts, strict=True))
-  pulled = [part.pulled for part in parts[:of_keys] if part.pulled is not None]
-  return Gradients(dq, dk, dv, functools.reduce(jnp.add, pulled) if pulled else None)
+  result: Gradients = one_at_a_time(rows, keys, last, v, way_back)
+  return result
 
 
 def _backward(
@@ -131,31 +120,23 @@ def _backward(
   last: Int[Array, "B H tiles"],
   v: Array,
   way_back: WayBack | None,
-  part: int,
   power: int,
   dtype: DTypeLike,
   interpret: Any,
 ) -> Gradients:
-  """The gradients of 64 coordinates of q, k and v; wider heads take several such passes."""
   ordered = interpret is None  # the interpreter can neither wait for a turn nor add to memory
   batch, time, query_heads, head_dim = rows.q.shape
   f32, half = jnp.float32, v.dtype
   heads, value_dim = v.shape[2:]
   group, tiles = query_heads // heads, time // TILE
-  k_wide, v_wide = min(head_dim, 64), min(value_dim, 64)
-  wide = head_dim + value_dim > 128
-  slots = 2 if wide else 4  # of queries, by units
+  assert max(head_dim, value_dim) <= ROWS
+  slots = 4  # of queries, by units
   as_given = keys.top is not None  # keys, and queries but for a scale
   folding = keys.folded is not None
-  folded = 0 if wide or not folding else 1  # the place of folded keys: that of plain ones, or the next
+  folded = 1 if folding else 0  # the place of folded keys: the next, or that of plain ones
   rotated = way_back is not None and way_back.angles is not None
-  assert way_back is None or not (as_given or wide or folding)
+  assert way_back is None or not (as_given or folding)
   assert jnp.dtype(dtype).itemsize == 2
-  ours = [pl.ds(min(part * 64, all_of - some), some) for all_of, some in ((head_dim, k_wide), (value_dim, v_wide))]
-
-  def in_ring(visited, places):
-    """Of wide heads the compiler must not see which of two it is: it would keep more of either, and spill."""
-    return lax.rem(visited, jnp.int32(places)) if wide else place_in_ring(visited, places)
 
   def kernel(*refs):
     rows_ref, keys_ref, last_ref, v_ref, way_back_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
@@ -163,7 +144,7 @@ def _backward(
     dq_ref, dk_ref, dv_ref, *sums_ref = refs[len(leaves) : found]
     k_smem, rounded_k_smem, v_smem, way_back_smem, *others = refs[found:]
     q_smem, rounded_q_smem, dy_smem, scale_smem, delta_smem, (ds_smem, dq_smem), *barriers = others
-    k_filled, k_freed, folded_filled, q_filled, q_freed, ds_filled, dq_filled, dq_freed, *staging = barriers
+    k_filled, folded_filled, q_filled, q_freed, ds_filled, dq_filled, dq_freed, *staging = barriers
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, n = place_in_grid(item, batch * heads, tiles)
     b, kv = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
@@ -186,44 +167,22 @@ def _backward(
 
       return of_head(0, carry) if group == 1 else lax.fori_loop(0, jnp.int32(group), of_head, carry)
 
-    def unrotated(dk, mine):
-      """And the torque."""
-      angles, turns = way_back_smem.angles, along(way_back_smem.angles, thread)
-      found = []
-      for m, part in enumerate(zip(parts_of(dk), parts_of(mine), strict=True)):
-        angle, speeds = radians(angles, turns, thread, m), by_coordinate(way_back_smem.speed, m)
-        found.append(rotated_back(*part, angle, speeds, interpret))
-      back, torques = zip(*found, strict=True)
-      return jnp.concatenate(back, axis=1), functools.reduce(jnp.add, torques)
-
     @pl.when(thread < 2)
     def compute():
       # 2 x 216 + 2 x 40 is what the block starts with, 4 x 128: a warpgroup that asked for more would wait for ever.
       plgpu.set_max_registers(216, action="increase")
       token = n * TILE + thread * ROWS
 
-      def rounded_q(slot):
-        return q_smem.at[slot, :, ours[0]] if as_given else rounded_q_smem.at[slot]
-
-      def rounded_k(w):
-        return k_smem.at[0, w, :, ours[0]] if as_given else rounded_k_smem.at[w]
-
-      def multiply(sums, left, right):
-        if staging:  # the interpreter's wgmma takes no operand from registers
-          staging[0][thread] = left
-          plgpu.commit_smem()
-          plgpu.wgmma(sums, staging[0].at[thread], right)
-          plgpu.wgmma_wait(0)
-        else:
-          plgpu.wgmma(sums, left, right)
+      stage = staging[0].at[thread] if staging else None
+      rounded_k, rounded_q = (k_smem.at[0], q_smem) if as_given else (rounded_k_smem, rounded_q_smem)
 
       def free(visited):
-        plgpu.barrier_arrive(q_freed.at[in_ring(visited, slots)])
+        plgpu.barrier_arrive(q_freed.at[place_in_ring(visited, slots)])
 
       def product(dq, buffer):
         """Of the dS of both warpgroups' keys with this one's queries."""
         for w in range(2):
-          plgpu.wgmma(dq, ds_smem.at[buffer, thread, w].transpose((1, 0)), rounded_k(w))
+          plgpu.wgmma(dq, ds_smem.at[buffer, thread, w].transpose((1, 0)), rounded_k.at[w])
 
       def hand_over(dq, buffer):
         """To the warpgroup that adds it to memory. Only when `dq_freed` was seen for the visit before."""
@@ -236,9 +195,9 @@ def _backward(
       def visit(place, fetch, weigh, dk, dv, first=False):
         def visit_tile(number, head, m, none):
           fetched = fetch(m)  # from afar, while queries come and products are under way
-          buffer = in_ring(number, 2)
+          buffer = place_in_ring(number, 2)
           for unit in range(_UNITS):
-            slot = in_ring(number * _UNITS + unit, slots)
+            slot = place_in_ring(number * _UNITS + unit, slots)
             plgpu.barrier_wait(q_filled.at[slot])
             # The dQ of the visit before.
             late = unit == 0 and not first
@@ -252,7 +211,7 @@ def _backward(
               return s[...], dp[...], *(sums[...] for sums in dq)
 
             square = plgpu.ACC((ROWS, ROWS), f32)
-            s, dp, *dq = pl.run_scoped(products, square, square, *(plgpu.ACC((ROWS, k_wide), f32),) * late)
+            s, dp, *dq = pl.run_scoped(products, square, square, *(plgpu.ACC((ROWS, head_dim), f32),) * late)
             if late:
               wait_if(number > 1, dq_freed)
               hand_over(dq[0], 1 - buffer)
@@ -266,8 +225,8 @@ def _backward(
             if unit > 0:  # the products of the unit before have come before these
               free(number * _UNITS)
             ds_smem[buffer, unit, thread] = ds
-            multiply(dv, weights, dy_smem.at[slot, :, ours[1]])
-            multiply(dk, ds, rounded_q(slot))
+            multiply(dv, weights, dy_smem.at[slot], stage)
+            multiply(dk, ds, rounded_q.at[slot], stage)
           plgpu.commit_smem()  # of both units, while products are under way; nor can it tell this one
           plgpu.barrier_arrive(ds_filled)
           plgpu.wgmma_wait(0)  # ptxas gives the registers of left operands to the next visit's
@@ -285,7 +244,7 @@ def _backward(
       end = [keys_ref.totals[2 + piece, b, kv, n] for piece in range(2)]
       plgpu.barrier_wait(k_filled)
       if not as_given:
-        mine = plgpu.load(k_smem.at[0, thread, :, ours[0]], layout=WGMMA, optimized=False)
+        mine = plgpu.load(k_smem.at[0, thread], layout=WGMMA, optimized=False)
         rounded_k_smem[thread] = mine.astype(half)
         plgpu.commit_smem()
 
@@ -305,7 +264,7 @@ def _backward(
 
       # In registers: shared memory is busier than the matrix unit.
       values = v_smem.at[thread]
-      if value_dim == v_wide and not staging:
+      if not staging:
         values = plgpu.load(values, layout=WGMMA, optimized=False)
 
       def gradients(dk, dv):
@@ -314,29 +273,27 @@ def _backward(
         if group > 1:
           visit_near(near(), start=1)
         if folding:
-          if wide:
-            plgpu.barrier_arrive(k_freed)
           plgpu.barrier_wait(folded_filled)
         visit_far(visit(folded, far_fetch, far_weigh, dk, dv))
         return dk[...], dv[...]
 
-      accumulators = plgpu.ACC((ROWS, k_wide), f32), plgpu.ACC((ROWS, v_wide), f32)
+      accumulators = plgpu.ACC((ROWS, head_dim), f32), plgpu.ACC((ROWS, value_dim), f32)
       dk, dv = pl.run_scoped(gradients, *accumulators)
 
       def last_product(dq):
         product(dq, buffer)
         return dq[...]
 
-      buffer = in_ring(visits - 1, 2)
+      buffer = place_in_ring(visits - 1, 2)
       plgpu.barrier_wait(ds_filled)
-      last_dq = pl.run_scoped(last_product, plgpu.ACC((ROWS, k_wide), f32))
+      last_dq = pl.run_scoped(last_product, plgpu.ACC((ROWS, head_dim), f32))
       wait_if(visits > 1, dq_freed)
       hand_over(last_dq, buffer)
       # While that is added to memory.
       dk_smem = dq_smem.at[0, thread]
       if as_given:
-        dk_smem = k_smem.at[0, thread] if head_dim == k_wide else ds_smem.at[0, 0, thread]
-        mine = plgpu.load(k_smem.at[0, thread, :, ours[0]], layout=WGMMA, optimized=False)
+        dk_smem = k_smem.at[0, thread]
+        mine = plgpu.load(k_smem.at[0, thread], layout=WGMMA, optimized=False)
         sums_ref[0][b, kv, here] = (mine.astype(f32) * dk).sum(axis=1)
         dk = (power * dk).astype(half)
       if way_back is not None:
@@ -344,17 +301,16 @@ def _backward(
         mine = plgpu.load(rounded_k_smem.at[thread], layout=WGMMA, optimized=False).astype(f32)
         sums_ref[0][b, kv, here] = (mine * dk).sum(axis=1)
         if rotated:
-          dk, torque = unrotated(dk, mine)
+          dk, torque = all_rotated_back(dk, mine, way_back_smem.angles, way_back_smem.speed, thread, interpret)
           sums_ref[1][b, kv, here] = torque
         dk = (dk * down(by_token(way_back_smem.factor, thread), dk.shape)).astype(dtype)
       # All is free now: both warpgroups have handed over their last dQ, so that no product reads keys or dS any more.
       plgpu.barrier_wait(dq_freed)
       dk_smem[...] = dk
-      dv_smem = v_smem.at[thread] if value_dim == v_wide else ds_smem.at[1, 0, thread]
-      dv_smem[...] = dv.astype(half)
+      v_smem[thread] = dv.astype(half)
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(dk_smem, dk_ref.at[b, here, kv])
-      plgpu.copy_smem_to_gmem(dv_smem, dv_ref.at[b, here, kv])
+      plgpu.copy_smem_to_gmem(v_smem.at[thread], dv_ref.at[b, here, kv])
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
@@ -369,7 +325,7 @@ def _backward(
         def load_tile(number, head, m, none):
           for unit in range(_UNITS):
             visited = number * _UNITS + unit
-            slot, at = in_ring(visited, slots), pl.ds(m * TILE + unit * ROWS, ROWS)
+            slot, at = place_in_ring(visited, slots), pl.ds(m * TILE + unit * ROWS, ROWS)
             wait_if(visited >= slots, q_freed.at[slot])
             sources = [
               (rows_ref.q.at[b, at, head], q_smem),
@@ -378,7 +334,7 @@ def _backward(
               (rows_ref.delta.at[b, head, at], delta_smem),
             ]
             if not as_given:
-              sources.append((rows_ref.rounded.at[b, at, head, ours[0]], rounded_q_smem))
+              sources.append((rows_ref.rounded.at[b, at, head], rounded_q_smem))
             for source, target in sources:
               plgpu.copy_gmem_to_smem(source, target.at[slot], q_filled.at[slot])
           return none
@@ -393,12 +349,9 @@ def _backward(
           sources += [*of_tiles(way_back_ref.angles, b, kv, n * _UNITS, _UNITS), way_back_ref.speed]
         for source, target in zip(sources, jax.tree.leaves(way_back_smem), strict=True):
           plgpu.copy_gmem_to_smem(source, target, k_filled)
-      if folding and not wide:
+      if folding:
         load_keys(keys_ref.folded, k_smem.at[folded], folded_filled)
       visit_near(load_queries(rows_ref.exponent))
-      if folding and wide:
-        plgpu.barrier_wait(k_freed)
-        load_keys(keys_ref.folded, k_smem.at[folded], folded_filled)
       visit_far(load_queries(rows_ref.discounted))
 
       wait_for_all(q_freed, visits * _UNITS)
@@ -408,7 +361,7 @@ def _backward(
       plgpu.set_max_registers(40, action="decrease")
 
       def add_tile(number, head, m, none):
-        buffer = in_ring(number, 2)
+        buffer = place_in_ring(number, 2)
         plgpu.barrier_wait(dq_filled)
         if ordered:
           plgpu.semaphore_wait(turns.at[b, head, m], m - n, decrement=False, memory_scope="gpu")
@@ -439,8 +392,8 @@ def _backward(
         plgpu.wait_smem_to_gmem(0)
 
   # A warpgroup's dQ lies where the dS were that it is made of. The interpreter would see races in that.
-  in_place = interpret is None and k_wide == ROWS
-  ds_memory, dq_memory = shared((2, _UNITS, 2, ROWS, ROWS), half, k_wide), shared((2, _UNITS, ROWS, k_wide), f32)
+  in_place = interpret is None and head_dim == ROWS
+  ds_memory, dq_memory = shared((2, _UNITS, 2, ROWS, ROWS), half, head_dim), shared((2, _UNITS, ROWS, head_dim), f32)
   unused = plgpu.SMEM((1,), f32)
   of_tile: Any = None
   if way_back is not None:
@@ -449,17 +402,16 @@ def _backward(
     of_tile = WayBack(*of_tile)
   scratch = [
     shared((1 + folded, 2, ROWS, head_dim), rows.q.dtype),
-    unused if as_given else shared((2, ROWS, k_wide), half),
+    unused if as_given else shared((2, ROWS, head_dim), half),
     shared((2, ROWS, value_dim), half),
     of_tile,
     shared((slots, ROWS, head_dim), rows.q.dtype),
-    unused if as_given else shared((slots, ROWS, k_wide), half),
+    unused if as_given else shared((slots, ROWS, head_dim), half),
     shared((slots, ROWS, value_dim), half),
     plgpu.SMEM((slots, ROWS), f32),
     plgpu.SMEM((slots, ROWS), f32),
     plgpu.RefUnion(ds_memory, dq_memory) if in_place else (ds_memory, dq_memory),
     plgpu.Barrier(num_arrivals=4 + len(jax.tree.leaves(way_back))),
-    plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=4 if as_given else 5, num_barriers=slots),
     plgpu.Barrier(num_arrivals=2, num_barriers=slots),
@@ -468,11 +420,11 @@ def _backward(
   ]
   if interpret is not None:
     scratch.append(shared((2, ROWS, ROWS), half))
-  dq_shape = (batch, time, query_heads, k_wide)
+  dq_shape = (batch, time, query_heads, head_dim)
   outputs = [
     jax.ShapeDtypeStruct(dq_shape, f32),
-    jax.ShapeDtypeStruct((batch, time, heads, k_wide), half if as_given else f32 if way_back is None else dtype),
-    jax.ShapeDtypeStruct((batch, time, heads, v_wide), half),
+    jax.ShapeDtypeStruct((batch, time, heads, head_dim), half if as_given else f32 if way_back is None else dtype),
+    jax.ShapeDtypeStruct((batch, time, heads, value_dim), half),
   ]
   sums = 0 if way_back is None and not as_given else 2 if rotated else 1
   outputs += [jax.ShapeDtypeStruct((batch, heads, time), f32)] * sums

@@ -20,10 +20,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Int
 
+from kernels_pallas.gpu.angles import all_rotated_back, of_head
 from kernels_pallas.gpu.arrays import Keys
-from kernels_pallas.gpu.attention_backward import Gradients, Rows
+from kernels_pallas.gpu.attention_backward import Gradients, Rows, WayBack
 from kernels_pallas.gpu.tiles import (
   ROWS,
   TILE,
@@ -49,39 +51,60 @@ _COMPUTING_REGISTERS = 256 - _LOADING_REGISTERS  # together what a block of four
 
 
 def backward(
-  rows: Rows, keys: Keys, last: Int[Array, "B H tiles"], v: BFloat16[Array, "B T H dv"], *, power: int, interpret: Any
+  rows: Rows,
+  keys: Keys,
+  last: Int[Array, "B H tiles"],
+  v: BFloat16[Array, "B T H dv"],
+  way_back: WayBack | None = None,
+  *,
+  power: int,
+  dtype: DTypeLike = jnp.bfloat16,
+  interpret: Any = None,
 ) -> Gradients:
-  """As attention_backward.backward, which see; of keys that are copies dk is not finished."""
+  """As attention_backward.backward, which see."""
 
   # Under vmap one after another: blocks of the grid take turns by semaphores that know nothing of vmap's axis.
   @jax.custom_batching.sequential_vmap
-  def one_at_a_time(rows: Rows, keys: Keys, last: Int[Array, "B H tiles"], v: Array) -> Gradients:
-    return _backward(rows, keys, last, v, power, interpret)
+  def one_at_a_time(
+    rows: Rows, keys: Keys, last: Int[Array, "B H tiles"], v: Array, way_back: WayBack | None
+  ) -> Gradients:
+    return _backward(rows, keys, last, v, way_back, power, dtype, interpret)
 
-  result: Gradients = one_at_a_time(rows, keys, last, v)
+  result: Gradients = one_at_a_time(rows, keys, last, v, way_back)
   return result
 
 
 def _backward(
-  rows: Rows, keys: Keys, last: Int[Array, "B H tiles"], v: BFloat16[Array, "B T H dv"], power: int, interpret: Any
+  rows: Rows,
+  keys: Keys,
+  last: Int[Array, "B H tiles"],
+  v: BFloat16[Array, "B T H dv"],
+  way_back: WayBack | None,
+  power: int,
+  dtype: DTypeLike,
+  interpret: Any,
 ) -> Gradients:
   ordered = interpret is None  # the interpreter can neither wait for a turn nor add to memory
   batch, time, query_heads, head_dim = rows.q.shape
   f32, half = jnp.float32, v.dtype
-  heads = v.shape[2]
-  assert head_dim == v.shape[-1] == WIDTH
+  heads, value_dim = v.shape[2:]
+  assert head_dim == WIDTH
   group, tiles = query_heads // heads, time // TILE
   as_given = keys.top is not None  # keys, and queries but for a scale: they are rounded, and there is room for more
-  assert as_given == (keys.folded is None)
+  folding = keys.folded is not None
+  rotated = way_back is not None and way_back.angles is not None
+  assert not (as_given and (folding or way_back is not None))
+  assert jnp.dtype(dtype).itemsize == 2
   slots = 3 if as_given else 2
 
   def kernel(*refs):
-    rows_ref, keys_ref, last_ref, v_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
+    rows_ref, keys_ref, last_ref, v_ref, way_back_ref = jax.tree.unflatten(structure, refs[: len(leaves)])
     found = len(leaves) + len(outputs)
     dq_ref, dk_ref, dv_ref, *sums_ref = refs[len(leaves) : found]
-    k_smem, v_smem, q_smem, dy_smem, scale_smem, delta_smem, rounded_smem, ds_smem, dq_smem, *others = refs[found:]
-    k_filled, v_filled, q_filled, q_freed, rounded_freed, ds_filled, ds_freed, dq_filled, dq_freed, *staging = others
-    rounded_k_smem, rounded_q_smem = (k_smem, None) if as_given else rounded_smem
+    k_smem, v_smem, q_smem, dy_smem, scale_smem, delta_smem, ds_smem, dq_smem, rounded, *others = refs[found:]
+    of_rounded: Any = (k_smem, None, None, None) if as_given else rounded
+    rounded_k_smem, rounded_q_smem, rounded_filled, rounded_freed = of_rounded
+    k_filled, v_filled, q_filled, q_freed, ds_filled, ds_freed, dq_filled, dq_freed, *staging = others
     item, thread = lax.axis_index("block"), lax.axis_index("thread")
     row, n = place_in_grid(item, batch * heads, tiles)
     b, kv = (f(row, jnp.int32(heads)) for f in (lax.div, lax.rem))
@@ -128,7 +151,7 @@ def _backward(
       stage = staging[0].at[thread] if staging else None
       pull = plgpu.load(keys_ref.pull.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
       fold = plgpu.load(keys_ref.fold.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
-      if as_given:  # then it is not keys that are discounted, but the p-th powers of their scores
+      if not folding:  # then it is not keys that are discounted, but the p-th powers of their scores
         fold = raised(fold, power)
       of_keys = jnp.exp2(-keys_ref.top[b, kv].astype(f32)) if as_given else None
       tile_end = [keys_ref.totals[2 + piece, b, kv, n] for piece in range(2)]
@@ -150,7 +173,7 @@ def _backward(
       def far_weigh(before, _, discounted, shape):
         discount = jnp.exp2(((before[0] - tile_end[0]) + (before[1] - tile_end[1])) * LOG2E)
         scale = across(discounted * discount, shape)
-        return (scale * down(fold, shape), None) if as_given else (scale, down(fold, shape))
+        return (scale, down(fold, shape)) if folding else (scale * down(fold, shape), None)
 
       def visit(fetch, weigh, dk, dv):
         def visit_unit(number, head, unit):
@@ -161,42 +184,48 @@ def _backward(
           q_slot, dy_slot = q_smem.at[slot], dy_smem.at[slot]
           plgpu.barrier_wait(q_filled.at[slot])
 
-          def scores(s, dp):
+          def of_scores(s, dp):
+            """The weights, of which dV is under way, and dS."""
             for part, some in enumerate(_HALVES):
               plgpu.wgmma(s, k_smem.at[part, mine], q_slot.at[:, some].transpose((1, 0)))
             plgpu.wgmma(dp, v_smem.at[mine], dy_slot.transpose((1, 0)))
-            return s[...], dp[...]
+            s = plgpu.wgmma_accumulator_load(s, wait_n=1)
+            by_columns: list[Any] = []  # not all at once, for want of registers
+            for start in range(0, ROWS, _COLUMNS):
+              exponent = plgpu.load(scale_smem.at[slot, pl.ds(start, _COLUMNS)], layout=WGMMA.reduce(0))
+              some = lax.optimization_barrier(s[:, start : start + _COLUMNS])
+              scale, factor = weigh(fetched, unit * ROWS + start, exponent, some.shape)
+              slopes = slope(some, scale, power)
+              by_columns.append(((slopes * some).astype(half), slopes if factor is None else slopes * factor))
+            weights, slopes = (jnp.concatenate(parts, axis=1) for parts in zip(*by_columns, strict=True))
+            multiply(dv, weights, dy_slot, stage)
+            dp = plgpu.wgmma_accumulator_load(dp, wait_n=1)  # while that is under way
+            by_columns = []
+            for start in range(0, ROWS, _COLUMNS):
+              delta = plgpu.load(delta_smem.at[slot, pl.ds(start, _COLUMNS)], layout=WGMMA.reduce(0))
+              some = lax.optimization_barrier(dp[:, start : start + _COLUMNS])
+              ds = slopes[:, start : start + _COLUMNS] * (some - across(delta, some.shape))
+              by_columns.append(ds.astype(half))
+            return weights, jnp.concatenate(by_columns, axis=1)
 
-          s, dp = pl.run_scoped(scores, *(plgpu.ACC((ROWS, ROWS), f32),) * 2)
-          found = []
-          for start in range(0, ROWS, _COLUMNS):  # not all at once, for want of registers
-            columns = slice(start, start + _COLUMNS)
-            of_some = pl.ds(start, _COLUMNS)
-            exponent, delta = (
-              plgpu.load(x.at[slot, of_some], layout=WGMMA.reduce(0)) for x in (scale_smem, delta_smem)
-            )
-            s_part, dp_part = lax.optimization_barrier((s[:, columns], dp[:, columns]))
-            scale, factor = weigh(fetched, unit * ROWS + start, exponent, s_part.shape)
-            slopes = slope(s_part, scale, power)
-            ds = slopes * (dp_part - across(delta, s_part.shape))
-            found.append(((slopes * s_part).astype(half), (ds if factor is None else ds * factor).astype(half)))
-          weights, ds = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
-
+          weights, ds = pl.run_scoped(of_scores, *(plgpu.ACC((ROWS, ROWS), f32),) * 2)
+          if not as_given:
+            plgpu.barrier_wait(rounded_filled)
+          multiply(dk, ds, q_slot if as_given else rounded_q_smem, stage)
           wait_if(number > 0, ds_freed)
           ds_smem[thread] = ds
           plgpu.commit_smem()
           plgpu.barrier_arrive(ds_filled)
 
           def gathered(dq):
-            multiply(dv, weights, dy_slot, stage)
-            plgpu.barrier_wait(ds_filled)  # and rounded queries, if they are others
-            multiply(dk, ds, q_slot if rounded_q_smem is None else rounded_q_smem, stage)
+            plgpu.barrier_wait(ds_filled)
             for w in range(2):
               plgpu.wgmma(dq, ds_smem.at[nought + w].transpose((1, 0)), rounded_k_smem.at[mine, w])
             return dq[...]
 
           dq = pl.run_scoped(gathered, plgpu.ACC((ROWS, 64), f32))
-          for barrier in (ds_freed, q_freed.at[slot], *(() if rounded_q_smem is None else (rounded_freed,))):
+          dq, *_ = lax.optimization_barrier((dq, weights, ds))  # which no other numbers may take the place of until now
+          for barrier in (ds_freed, q_freed.at[slot], *(() if as_given else (rounded_freed,))):
             plgpu.barrier_arrive(barrier)
           wait_if(number > 0, dq_freed)
           dq_smem[thread] = dq if of_keys is None else dq * of_keys
@@ -207,35 +236,47 @@ def _backward(
 
       def gradients(dk, dv):
         visit_near(visit(lambda unit: None, near_weigh, dk, dv))
-        if not as_given:  # folded ones have taken their place
+        if folding:  # folded ones have taken their place
           plgpu.barrier_wait(k_filled)
         visit_far(visit(far_fetch, far_weigh, dk, dv))
         return dk[...], dv[...]
 
-      dk, dv = pl.run_scoped(gradients, *(plgpu.ACC((ROWS, WIDTH), f32),) * 2)
+      dk, dv = pl.run_scoped(gradients, *(plgpu.ACC((ROWS, width), f32) for width in (WIDTH, value_dim)))
+      v_smem[thread] = dv.astype(half)
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(v_smem.at[thread], dv_ref.at[b, here, kv])
+      if as_given or way_back is not None:
+        halves = [plgpu.load(rounded_k_smem.at[part, thread], layout=WGMMA, optimized=False) for part in range(2)]
+        mine = jnp.concatenate(halves, axis=1).astype(f32)
+        sums_ref[0][b, kv, here] = (mine * dk).sum(axis=1)
+      if as_given:
+        dk = (power * dk).astype(half)
+      if way_back is not None:
+        if rotated:
+          angles, tile = of_head(way_back_ref.angles, b, kv), n * _UNITS + thread
+          dk, torque = all_rotated_back(dk, mine, angles, way_back_ref.speed, tile, interpret)
+          sums_ref[1][b, kv, here] = torque
+        factor = plgpu.load(way_back_ref.factor.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
+        dk = (dk * down(factor, dk.shape)).astype(dtype)
       # All is free when both warpgroups have made their last dQ, and it has gone.
       for barrier in (ds_freed, dq_freed):
         plgpu.barrier_wait(barrier)
-      if as_given:
-        left, right = (
-          plgpu.load(k_smem.at[part, thread], layout=WGMMA, optimized=False).astype(f32) for part in range(2)
-        )
-        sums_ref[0][b, kv, here] = (left * dk[:, :64] + right * dk[:, 64:]).sum(axis=1)
-        dk = (power * dk).astype(half)
-      v_smem[thread] = dv.astype(half)
       for part, some in enumerate(_HALVES):
-        dk_smem = k_smem.at[part, thread] if as_given else dq_smem.at[thread]
+        dk_smem = dq_smem.at[thread]
+        if dk.dtype != f32:
+          dk_smem = (rounded_k_smem if dk.dtype == half else k_smem).at[part, thread]
         dk_smem[...] = dk[:, 64 * part : 64 * (part + 1)]
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(dk_smem, dk_ref.at[b, here, kv, some])
-        if not as_given:  # the next half takes its place
+        if dk.dtype == f32:  # the next half takes its place
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-      plgpu.copy_smem_to_gmem(v_smem.at[thread], dv_ref.at[b, here, kv])
       plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == 2)
     def load():
       plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
+
+      awaited = first_far if folding else 0  # the visit before which rounded queries' place is known to be free
 
       def load_keys(source):
         for part, some in enumerate(_HALVES):
@@ -254,9 +295,9 @@ def _backward(
             (rows_ref.delta.at[b, head, at], delta_smem),
           ):
             plgpu.copy_gmem_to_smem(source, target.at[slot], q_filled.at[slot])
-          if rounded_q_smem is not None:
-            wait_if((number > 0) & (number != first_far), rounded_freed)
-            plgpu.copy_gmem_to_smem(rows_ref.rounded.at[b, at, head], rounded_q_smem, ds_filled)
+          if not as_given:
+            wait_if((number > 0) & (number != awaited), rounded_freed)
+            plgpu.copy_gmem_to_smem(rows_ref.rounded.at[b, at, head], rounded_q_smem, rounded_filled)
 
         return load_unit
 
@@ -264,13 +305,13 @@ def _backward(
       for w in range(2):
         plgpu.copy_gmem_to_smem(v_ref.at[b, pl.ds(n * TILE + w * ROWS, ROWS), kv], v_smem.at[w], v_filled)
       visit_near(load_queries(rows_ref.exponent))
-      if not as_given:  # when all near visits are over
+      if folding:  # when all near visits are over
         plgpu.barrier_wait(rounded_freed)
         load_keys(keys_ref.folded)
       visit_far(load_queries(rows_ref.discounted))
       wait_for_all(q_freed, visits)
       if not as_given:
-        wait_if(far > 0, rounded_freed)
+        wait_if(visits != awaited, rounded_freed)
 
     @pl.when(thread == 3)
     def add():
@@ -278,10 +319,10 @@ def _backward(
 
       def add_unit(number, head, unit):
         at = of_unit(unit)
-        plgpu.barrier_wait(dq_filled)
-        if ordered:
+        if ordered:  # its turn comes while products are under way, as a rule
           turn, earlier = turns.at[b, head, unit], lax.div(unit, jnp.int32(_UNITS)) - n
           plgpu.semaphore_wait(turn, earlier, decrement=False, memory_scope="gpu")
+        plgpu.barrier_wait(dq_filled)
         for part, some in enumerate(_HALVES):
           if not ordered:
             plgpu.copy_smem_to_gmem(dq_smem.at[part], dq_ref.at[n, b, at, head, some])
@@ -306,35 +347,34 @@ def _backward(
       if not ordered:
         plgpu.wait_smem_to_gmem(0)
 
+  rounded = shared((2, 2, ROWS, 64), half), shared((ROWS, WIDTH), half), plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)
   scratch = [
     shared((2, 2, ROWS, 64), rows.q.dtype),
-    shared((2, ROWS, WIDTH), half),
+    shared((2, ROWS, value_dim), half),
     shared((slots, ROWS, WIDTH), rows.q.dtype),
-    shared((slots, ROWS, WIDTH), half),
+    shared((slots, ROWS, value_dim), half),
     plgpu.SMEM((slots, ROWS), f32),
     plgpu.SMEM((slots, ROWS), f32),
-    None if as_given else (shared((2, 2, ROWS, 64), half), shared((ROWS, WIDTH), half)),
     shared((2, ROWS, ROWS), half),
     shared((2, ROWS, 64), f32, 32),
+    None if as_given else rounded,
     plgpu.Barrier(num_arrivals=4),
     plgpu.Barrier(num_arrivals=2),
     plgpu.Barrier(num_arrivals=4, num_barriers=slots),
     plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-    plgpu.Barrier(num_arrivals=2),
-    plgpu.Barrier(num_arrivals=2 if as_given else 3),
-    *(plgpu.Barrier(num_arrivals=2),) * 2,
+    *(plgpu.Barrier(num_arrivals=2),) * 3,
     plgpu.Barrier(num_arrivals=1),
   ]
   if interpret is not None:
     scratch.append(shared((2, ROWS, ROWS), half))
   outputs = [
     jax.ShapeDtypeStruct((batch, time, query_heads, WIDTH), f32),
-    jax.ShapeDtypeStruct((batch, time, heads, WIDTH), half if as_given else f32),
-    jax.ShapeDtypeStruct((batch, time, heads, WIDTH), half),
+    jax.ShapeDtypeStruct((batch, time, heads, WIDTH), half if as_given else f32 if way_back is None else dtype),
+    jax.ShapeDtypeStruct((batch, time, heads, value_dim), half),
   ]
-  if as_given:
-    outputs.append(jax.ShapeDtypeStruct((batch, heads, time), f32))
-  leaves, structure = jax.tree.flatten((rows, keys, last, v))
+  sums = 0 if way_back is None and not as_given else 2 if rotated else 1
+  outputs += [jax.ShapeDtypeStruct((batch, heads, time), f32)] * sums
+  leaves, structure = jax.tree.flatten((rows, keys, last, v, way_back))
   # Out of order each tile of keys leaves its own dq.
   parts = None if ordered else jax.new_ref(jnp.zeros((tiles, *outputs[0].shape), f32))
   results = plgpu.kernel(
@@ -346,9 +386,10 @@ def _backward(
     num_threads=4,
     thread_name="thread",
     # What is written to shared memory is read, or written again, beyond a barrier that all warps have passed.
-    compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    # Nor does a sum along a row need memory.
+    compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
     interpret=interpret,
-    kernel_name="attention_backward_wide",
+    kernel_name="attention_backward",
   )(*leaves, *(() if parts is None else (parts,)))
   results = results if parts is None else (jax.freeze(parts).sum(0), *results)
   return Gradients(*varying_as(v, results))
