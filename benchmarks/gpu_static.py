@@ -8,7 +8,8 @@
 65,536 tokens at every length, or one sequence of more, 12 heads, bf16, gated, with gradients. Printed for each kernel:
 the registers of a thread that it starts with; bytes spilled, for which shared memory leaves the first cache hardly any
 room; whether ptxas runs one matrix product after another (C7512 if for want of registers); the instructions of each
-innermost loop with products, in the program's order, however often it is run. Kernels of one name that came out alike
+innermost loop with products, in the program's order, however often it is run; and how many instructions write to a
+register that a product under way may still read, which none should. Kernels of one name that came out alike
 are named once. These are counts of what the compiler wrote: nothing is timed.
 """
 
@@ -54,6 +55,7 @@ class Kernel(NamedTuple):
   spilled: int  # bytes
   in_a_row: bool  # its matrix products
   loops: tuple[int, ...]  # instructions of each innermost one with matrix products
+  overwritten: int  # instructions that write where a product under way may still read
 
 
 def compile_call(length: int, power: int, head_dim: int, form: str, rotated: bool, directory: Path) -> None:
@@ -82,7 +84,8 @@ def read(report: str, program: str) -> Kernel:
     raise ValueError(
       "ptxas's report does not say what is spilled, or how many registers are used: is it another version?"
     )
-  return Kernel(int(registers[1]), int(spilled[1]), "instructions are serialized" in report, inner_loops(program))
+  in_a_row = "instructions are serialized" in report
+  return Kernel(int(registers[1]), int(spilled[1]), in_a_row, inner_loops(program), overwritten(program))
 
 
 def inner_loops(program: str) -> tuple[int, ...]:
@@ -104,6 +107,28 @@ def inner_loops(program: str) -> tuple[int, ...]:
   loops = [loop for loop in loops if has(loop, "GMMA") and not has(loop, "EXIT")]
   inner = [x for x in loops if not any(y != x and y.start >= x.start and y.stop <= x.stop for y in loops)]
   return tuple(map(len, inner))
+
+
+def overwritten(program: str) -> int:
+  """Instructions that write to registers from which a product under way may still read its left operand.
+
+  ptxas does not keep them free until a wait for that product. In the program's order: jumps are not followed.
+  """
+  under_way: list[set[int]] = [set()]  # by groups that are waited for together; the last one is not complete
+  found = 0
+  for text in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?(\S.*)", program):
+    if wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", text):
+      under_way = under_way[-1 - int(wait[1]) :]
+    elif product := re.match(r"HGMMA\.\S+ R\d+, (?:R(\d+)|gdesc)", text):
+      if product[1]:
+        under_way[-1].update(range(int(product[1]), int(product[1]) + 4))
+      if "gsb0" in text:
+        under_way.append(set())
+    elif written := re.match(r"(?!ST|RED|BAR|R2UR|UTMA)(\S+)\s+(?:U?P\w+, )*R(\d+)\b", text):
+      many = 4 if ".128" in written[1] else 2 if re.search(r"\.64|WIDE", written[1]) else 1
+      first = int(written[2])
+      found += any(not group.isdisjoint(range(first, first + many)) for group in under_way)
+  return found
 
 
 def kernels(directory: Path) -> dict[str, Kernel]:
@@ -136,8 +161,8 @@ def main() -> None:
   flags = parser.parse_args()
   if not all(map(importlib.util.find_spec, ("jax_plugins", "jax_plugins.xla_cuda13"))):
     parser.error("jax's plugin for CUDA 13 is not installed: see --help")
-  line = "{:>9} {:>3} {:>4}  {:24} {:>9} {:>8} {:>9}  {}"
-  print(line.format("T", "p", "d", "kernel", "registers", "spilled", "in a row", "loops"))
+  line = "{:>9} {:>3} {:>4}  {:24} {:>9} {:>8} {:>9} {:>11}  {}"
+  print(line.format("T", "p", "d", "kernel", "registers", "spilled", "in a row", "overwritten", "loops"))
   for length, power, head_dim in itertools.product(flags.lengths, flags.powers, flags.dims):
     with tempfile.TemporaryDirectory() as directory:
       compile_call(length, power, head_dim, flags.form, flags.rotated, Path(directory))
@@ -145,7 +170,7 @@ def main() -> None:
       if not found:
         parser.exit(1, "Mosaic left no reports: are ptxas and nvdisasm installed? See --help\n")
       for name, x in found.items():
-        shown = ["yes" if x.in_a_row else "", ", ".join(map(str, x.loops))]
+        shown = ["yes" if x.in_a_row else "", x.overwritten or "", ", ".join(map(str, x.loops))]
         print(line.format(f"{length:,}", power, head_dim, name, x.registers, x.spilled, *shown), flush=True)
 
 

@@ -119,7 +119,7 @@ _KERNEL_CHUNK = 1024
 _CHUNK_IN_TURN, _FEATURES_IN_TURN = 8192, 4096
 _EXPANDED = 2**30
 _EXPANDED_BANDWIDTH = 3.8e12
-_KERNEL_WITH_BACKWARD = {"attention": 4.4, "attention, wide": 6.4, "chunked": 3.15, "chunked, in turn": 3.7}
+_KERNEL_WITH_BACKWARD = {"attention": 4.4, "chunked": 3.15, "chunked, in turn": 3.7}
 # Of the kernels on TPU, which have been compiled and counted but never timed: 60 % of a v5e's peak.
 _TPU_KERNEL_FLOPS = 1.2e14
 _TPU_KERNEL_PASSES = 3
@@ -172,8 +172,7 @@ def _attention(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
 def _attention_kernels(shape: Shape, chunk_size: int | None, device: Device) -> Plan:
   del chunk_size  # blocks have a size of their own
   widths = attention_widths(shape.head_dim, shape.value_dim)
-  with_backward = _KERNEL_WITH_BACKWARD["attention" if max(widths) <= 64 else "attention, wide"]
-  rest = (_KERNEL_FLOPS, _KERNEL_PASSES, with_backward)
+  rest = (_KERNEL_FLOPS, _KERNEL_PASSES, _KERNEL_WITH_BACKWARD["attention"])
   return _attention_by_kernels(shape, widths, device, _round_up(shape.time, BLOCK), TILE, *rest)
 
 

@@ -7,6 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 import pytest
 
+from csympow.forms import near
 from tests import comparing
 from tests.comparing import Case, cotangents, inputs
 from tests.test_kernels import (
@@ -45,6 +46,18 @@ ON_CHIP = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("no_races")
 def test_gradients_are_right_in_the_interpreter_and_race_free(case):
+  x, rest = inputs(case)
+  run = attend(case, plgpu.InterpretGPUParams(detect_races=True))
+  results = comparing.with_gradients(lambda x: run(x, rest), x, cotangents(case))
+  assert_attention_right(jax.tree.map(np.asarray, results), reference(case), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.usefixtures("no_races")
+def test_gradients_by_discounted_copies_are_right_in_the_interpreter_and_race_free(dtype, monkeypatch):
+  monkeypatch.setattr(near, "SHORT", 0)  # as in long sequences
+  case = wide(T=260, B=1, H=1, gate="weak", dtype=dtype)
   x, rest = inputs(case)
   run = attend(case, plgpu.InterpretGPUParams(detect_races=True))
   results = comparing.with_gradients(lambda x: run(x, rest), x, cotangents(case))

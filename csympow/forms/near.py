@@ -2,10 +2,10 @@
 
 Queries are scaled by a power of two so that their largest coordinate is between 1/2 and 1, which the normalisation
 cancels, and so are keys, whose weights are scaled by the p-th power of that, relative to the longest key of the head.
-Where there is no state, and heads are not wide, queries of short sequences are not copied if they are rotated, for the
-forward kernel scales and rotates them itself. Nor are they if nothing is rotated, in bfloat16, and then keys are not
-either: the kernel reads them as they are, and scales queries by the longest key of the head, too. So it does in wide
-heads if gradients are wanted.
+Where there is no state, queries of short sequences are not copied if they are rotated, for the forward kernel scales
+and rotates them itself. Nor are they if nothing is rotated, in bfloat16, and then keys are not either: the kernel reads
+them as they are, and scales queries by the longest key of the head, too. So it does in longer sequences of wide heads
+if gradients are wanted.
 """
 
 import functools

@@ -141,7 +141,7 @@ def _backward(
     def of_unit(unit):
       return pl.ds(unit * ROWS, ROWS)
 
-    def in_ring(visited):
+    def in_ring(visited):  # which of two it is the compiler must not see: it would keep more of either, and spill
       return lax.rem(visited, jnp.int32(slots))
 
     @pl.when(thread < 2)
@@ -224,7 +224,9 @@ def _backward(
             return dq[...]
 
           dq = pl.run_scoped(gathered, plgpu.ACC((ROWS, 64), f32))
-          dq, *_ = lax.optimization_barrier((dq, weights, ds))  # which no other numbers may take the place of until now
+          dq, *_ = lax.optimization_barrier(
+            (dq, weights, ds)
+          )  # ptxas does not see it: for left operands see gpu_static
           for barrier in (ds_freed, q_freed.at[slot], *(() if as_given else (rounded_freed,))):
             plgpu.barrier_arrive(barrier)
           wait_if(number > 0, dq_freed)
@@ -258,7 +260,7 @@ def _backward(
           sums_ref[1][b, kv, here] = torque
         factor = plgpu.load(way_back_ref.factor.at[b, kv, here], layout=WGMMA.reduce(1), optimized=False)
         dk = (dk * down(factor, dk.shape)).astype(dtype)
-      # All is free when both warpgroups have made their last dQ, and it has gone.
+      # All is free when both warpgroups have made their last dQ, and it has gone. A warp reads and writes its own keys.
       for barrier in (ds_freed, dq_freed):
         plgpu.barrier_wait(barrier)
       for part, some in enumerate(_HALVES):
