@@ -124,7 +124,7 @@ def overwritten(program: str) -> int:
         under_way[-1].update(range(int(product[1]), int(product[1]) + 4))
       if "gsb0" in text:
         under_way.append(set())
-    elif written := re.match(r"(?!ST|RED|BAR|R2UR|UTMA)(\S+)\s+(?:U?P\w+, )*R(\d+)\b", text):
+    elif written := re.match(r"(?!ST|RED|BAR|R2UR|UTMA|\w*SETP)(\S+)\s+(?:U?P\w+, )*R(\d+)\b", text):
       many = 4 if ".128" in written[1] else 2 if re.search(r"\.64|WIDE", written[1]) else 1
       first = int(written[2])
       found += any(not group.isdisjoint(range(first, first + many)) for group in under_way)
