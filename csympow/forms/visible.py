@@ -31,7 +31,7 @@ from kernels_pallas.weights import INVISIBLE, LOG2E
 LEFT_OUT = 2.0**-12  # of sums whose terms are rounded to 2 ** -9 of themselves
 # Of states in one piece and in eight, without gradients and with them: if there is one, for each that is read, and for
 # each that is written.
-_COSTS = {(1, False): (30, 6.5, 9), (1, True): (19, 8.5, 9), (8, False): (288, 29.5, 45), (8, True): (150, 22.5, 60)}
+_COSTS = {(1, False): (30, 6.5, 9), (1, True): (19, 8.5, 9), (8, False): (288, 29.5, 45), (8, True): (110, 16, 42)}
 _COMPARED = 1_024  # tiles, each with all others, in less time than they are searched
 LONG = 4_096  # tokens from which on looking for more to leave out is worth its time
 
