@@ -3,8 +3,10 @@
 `near.py` is the way in.
 """
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
@@ -13,7 +15,7 @@ from csympow.forms import backwards, scales
 from csympow.forms.near import Operands, filled_up
 from csympow.forms.rotating import Rotation, angles, torque
 from csympow.forms.spans import Settings, by_head
-from kernels_pallas.gpu import attention_backward, attention_backward_wide, gradients
+from kernels_pallas.gpu import arrays, attention_backward, attention_backward_wide, gradients
 from kernels_pallas.gpu.angles import Angles
 from kernels_pallas.weights import LEAST
 
@@ -45,21 +47,36 @@ def backward(
     delta=given.delta,
   )
   how: dict[str, Any] = {"power": power, "dtype": dtype, "interpret": interpret}
-  if not _wide(x):
-    return attention_backward.backward(rows, x.keys, x.last, x.v, way_back, **how)
+  # Under vmap one after another.
+  kernel = jax.custom_batching.sequential_vmap(functools.partial(_by_kernel, **how))
+  found: attention_backward.Gradients = kernel(rows, x.keys, x.last, x.v, way_back)
+  return found
 
-  def filled(a: Array | None) -> Any:  # that kernel has one width of queries and keys
+
+def _by_kernel(
+  rows: attention_backward.Rows,
+  keys: arrays.Keys,
+  last: Int[Array, "B H tiles"],
+  v: BFloat16[Array, "B T H dv"],
+  way_back: attention_backward.WayBack | None,
+  **how: Any,
+) -> attention_backward.Gradients:
+  """By the one for heads of that width; the one for wide heads has but one of queries and keys."""
+  head_dim = rows.q.shape[-1]
+  if not _wide(rows.q, v):
+    return attention_backward.backward(rows, keys, last, v, way_back, **how)
+
+  def filled(a: Array | None) -> Any:
     return None if a is None else filled_up(a, attention_backward_wide.WIDTH)
 
-  head_dim = x.q.shape[-1]
   rows = rows._replace(q=filled(rows.q), rounded=filled(rows.rounded))
-  keys = x.keys._replace(plain=filled(x.keys.plain), folded=filled(x.keys.folded))
-  found = attention_backward_wide.backward(rows, keys, x.last, x.v, way_back, **how)
+  keys = keys._replace(plain=filled(keys.plain), folded=filled(keys.folded))
+  found = attention_backward_wide.backward(rows, keys, last, v, way_back, **how)
   return found._replace(q=found.q[..., :head_dim], k=found.k[..., :head_dim])
 
 
-def _wide(x: Operands) -> bool:
-  return max(x.q.shape[-1], x.v.shape[-1]) > 64
+def _wide(q: Array, v: Array) -> bool:
+  return max(q.shape[-1], v.shape[-1]) > 64
 
 
 def way_back(x: Operands, rotation: Rotation | None, power: int) -> attention_backward.WayBack | None:
@@ -68,7 +85,7 @@ def way_back(x: Operands, rotation: Rotation | None, power: int) -> attention_ba
   Keys as they were given need none. Beside folded ones there is no room for it, but in wide heads, where these take the
   others' place. The gradients of rotated keys are lost on it, and with them that of a rotation's turns.
   """
-  if x.keys.top is not None or not (x.keys.folded is None or _wide(x)):
+  if x.keys.top is not None or not (x.keys.folded is None or _wide(x.q, x.v)):
     return None
   return attention_backward.WayBack(_factor(x.exponent, power), angles(rotation), _speed(rotation, power))
 

@@ -91,39 +91,17 @@ def backward(
   keys: Keys,
   last: Int[Array, "B H tiles"],
   v: BFloat16[Array, "B T H dv"],
-  way_back: WayBack | None = None,
-  *,
-  power: int,
-  dtype: DTypeLike = jnp.bfloat16,
-  interpret: Any = None,
-) -> Gradients:
-  """The cotangents of q, of the plain keys or, with a `way_back`, of those that were given, in `dtype`, and of v.
-
-  `last`: the latest tile whose queries read a tile's keys. Heads of up to 64; of wider ones, see
-  attention_backward_wide.py.
-  """
-
-  # Under vmap one after another: blocks of the grid take turns by semaphores that know nothing of vmap's axis.
-  @jax.custom_batching.sequential_vmap
-  def one_at_a_time(
-    rows: Rows, keys: Keys, last: Int[Array, "B H tiles"], v: Array, way_back: WayBack | None
-  ) -> Gradients:
-    return _backward(rows, keys, last, v, way_back, power, dtype, interpret)
-
-  result: Gradients = one_at_a_time(rows, keys, last, v, way_back)
-  return result
-
-
-def _backward(
-  rows: Rows,
-  keys: Keys,
-  last: Int[Array, "B H tiles"],
-  v: Array,
   way_back: WayBack | None,
+  *,
   power: int,
   dtype: DTypeLike,
   interpret: Any,
 ) -> Gradients:
+  """The cotangents of q, of the plain keys or, with a `way_back`, of those that were given, in `dtype`, and of v.
+
+  `last`: the latest tile whose queries read a tile's keys. Heads of up to 64; of wider ones, see
+  attention_backward_wide.py. Not to be batched: blocks take turns by semaphores that know nothing of vmap's axis.
+  """
   ordered = interpret is None  # the interpreter can neither wait for a turn nor add to memory
   batch, time, query_heads, head_dim = rows.q.shape
   f32, half = jnp.float32, v.dtype
