@@ -225,12 +225,13 @@ def test_nothing_is_added_to_heads_without_a_state():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("some", [True, False])
+@pytest.mark.parametrize(
+  ("d", "some", "gradients"), [*itertools.product([64], [True, False], [False, True]), (128, False, True)]
+)
 @pytest.mark.usefixtures("long", "no_races")
-def test_heads_with_a_state_and_without_are_right_in_the_interpreter(some, gradients, monkeypatch):
+def test_heads_with_a_state_and_without_are_right_in_the_interpreter(d, some, gradients, monkeypatch):
   found = recorded(monkeypatch)
-  case = Case(T=512, B=2, H=1, groups=2, d=64, dv=64, dtype="bfloat16", entry="attention")
+  case = Case(T=512, B=2, H=1, groups=128 // d, d=d, dv=d, dtype="bfloat16", entry="attention")
   x, rest = forgetting_and_not(case, 1e-2 if some else 2.0)
   run, weights = functools.partial(attend(case, INTERPRETED, 256), rest=rest), comparing.cotangents(case)
   results = comparing.with_gradients(run, x, weights) if gradients else run(x)
@@ -260,6 +261,7 @@ def test_where_a_state_comes_in_or_goes_out_all_heads_have_one(entry, searched, 
   [
     Case(T=4600, B=2, H=2, groups=3, d=64, dv=64, dtype="bfloat16", entry="attention"),
     Case(T=4600, B=2, H=2, groups=2, d=64, dv=64, segments="padded", dtype="bfloat16", entry="attention"),
+    Case(T=4600, B=2, H=2, groups=2, d=128, dv=128, segments="padded", dtype="bfloat16", entry="attention"),
     Case(T=4300, B=1, H=2, d=32, dv=32, dtype="float16", entry="attention"),
     Case(T=4600, B=1, H=2, d=64, dv=128, dtype="bfloat16", entry="attention"),
     Case(T=9000, B=1, H=2, d=128, dv=64, rotation="fixed", dtype="bfloat16", entry="attention"),

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -16,7 +15,7 @@ from csympow import gates
 from csympow.forms import anchors, backwards, expanded, memory, near, near_backward, near_tpu, rotating, scales
 from csympow.forms.chunked import Sequence, inputs_of, normalised_backward
 from csympow.forms.memory import Memory, Written, discounted, empty, inner
-from csympow.forms.once import differentiated_once
+from csympow.forms.once import differentiated_once, instantiated, primals_of, turns_asked_for
 from csympow.forms.spans import SMALLEST, Inputs, Settings, Sums, for_each, heads_first, over_normaliser, time_first
 from csympow.prefix import Total
 from kernels_pallas.gpu import arrays
@@ -36,9 +35,7 @@ class _Saved(NamedTuple):
   final: Memory | None
   y: arrays.Outputs
   denominator: Float[Array, "B H g T 1"] | None = None  # the normaliser as the state counts it
-  # Of no number if nobody asks for the gradient of a rotation's turns. A shape belongs to one differentiation, where
-  # the structure of residuals is, to JAX, that of whichever traced the same call last.
-  turns_asked_for: Bool[Array, "n"] | None = None
+  turns_asked_for: Bool[Array, "n"] | None = None  # see csympow.forms.once
 
 
 def attend(
@@ -121,26 +118,10 @@ def _forward_for_gradients(
   x: Any, memory: Any, settings: Settings, dtype: DTypeLike, return_memory: bool
 ) -> tuple[tuple[Float[Array, "B T H g dv"], Memory | None], _Saved]:
   """`_forward` of arrays that are told whether they are differentiated."""
-  asked = x.rotation is not None and x.rotation.turns.perturbed
-  x, memory = jax.tree.map(lambda primal: primal.value, (x, memory))
+  asked = turns_asked_for(x.rotation)
+  x, memory = primals_of((x, memory))
   results, saved = _forward(x, memory, settings, dtype, return_memory)
-  return results, saved._replace(turns_asked_for=jnp.ones(int(asked), bool))
-
-
-def _instantiated(
-  cotangents: tuple[Any, Memory | None], saved: _Saved, dtype: DTypeLike
-) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
-  """With numbers for y, even if it was not used, and none at all for a memory that was not."""
-
-  def unused(x: Any) -> bool:
-    return isinstance(x, SymbolicZero)
-
-  dy, dfinal = cotangents
-  if unused(dy):
-    dy = jnp.zeros_like(saved.y.high, dtype).reshape(dy.shape)
-  if dfinal is None or all(map(unused, dfinal)):
-    return dy, None
-  return dy, for_each(lambda x, like: jnp.zeros_like(like) if unused(x) else x, dfinal, saved.final)
+  return results, saved._replace(turns_asked_for=asked)
 
 
 def _backward(
@@ -151,7 +132,7 @@ def _backward(
   cotangents: tuple[Any, Memory | None],
 ) -> tuple[near.Tokens, Memory | None]:
   del return_memory
-  dy, dfinal = differentiated_once(_instantiated(cotangents, saved, dtype))
+  dy, dfinal = differentiated_once(instantiated(cotangents, saved.y.high, saved.final))
   x, power = saved.operands, settings.power
   kernels, rotation = _BACKWARD[settings.chip], saved.rotation
   how: dict[str, Any] = {}

@@ -27,7 +27,7 @@ from csympow.forms.faint import Read, faint
 from csympow.forms.full import Full
 from csympow.forms.fused_chunked_backward import Discounts, Saved, States, backward, discounted_keys, discounts_of
 from csympow.forms.memory import Memory
-from csympow.forms.once import differentiated_once
+from csympow.forms.once import differentiated_once, primals_of, turns_asked_for
 from csympow.forms.spans import Settings, by_head
 from csympow.forms.visible import Visible, anywhere, may_spare_states
 from csympow.gates import RESET
@@ -134,6 +134,16 @@ def _forward(
   saved = Saved(x.reading(seen), log_gate, keys, G, rotation, states, y, by_keys_alone, drowned)
   result = None if result is None else full.scaled(result, scale)
   return (y.high.reshape(*q.shape[:-1], -1), result), saved
+
+
+def _forward_for_gradients(
+  x: Any, initial: Any, settings: Settings, dtype: DTypeLike, return_final: bool, head_dim: int
+) -> tuple[tuple[Float[Array, "B T H g dv"], Full | None], Saved]:
+  """`_forward` of arrays that are told whether they are differentiated."""
+  asked = turns_asked_for(x.rotation)
+  x, initial = primals_of((x, initial))
+  results, saved = _forward(x, initial, settings, dtype, return_final, head_dim)
+  return results, saved._replace(turns_asked_for=asked)
 
 
 def _may_spare_states(time: int, initial: Full | None, return_final: bool, settings: Settings) -> bool:
@@ -253,7 +263,7 @@ def _no_states(x: near.Operands, chunks: int) -> States:
   )
 
 
-_attend.defvjp(_forward, backward)
+_attend.defvjp(_forward_for_gradients, backward, symbolic_zeros=True)
 
 
 def _centre(v: BFloat16[Array, "B T H dv"], initial: Full | None) -> BFloat16[Array, "B H dv"]:

@@ -6,7 +6,7 @@ Row scaling commutes with the products of a state, so cotangents are of the same
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,7 +17,7 @@ from csympow.features import symmetric
 from csympow.forms import anchors, backwards, finely, full, near, near_backward, rotating
 from csympow.forms.anchors import Ends
 from csympow.forms.full import Full
-from csympow.forms.once import differentiated_once
+from csympow.forms.once import differentiated_once, instantiated
 from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total
 from kernels_pallas.gpu import arrays, gram, scan, state_read, state_write
@@ -66,6 +66,7 @@ class Saved(NamedTuple):
   y: arrays.Outputs
   by_keys_alone: Bool[Array, ""] | None  # no head has a state; None: that cannot be
   drowned: Bool[Array, "B H"] | None  # heads that were done finely; None: that cannot be
+  turns_asked_for: Bool[Array, "n"] | None = None  # see csympow.forms.once
 
 
 def backward(
@@ -74,11 +75,12 @@ def backward(
   return_final: bool,
   head_dim: int,
   saved: Saved,
-  cotangents: tuple[Float[Array, "B T H g dv"], Full | None],
+  cotangents: tuple[Any, Any],
 ) -> tuple[near.Tokens, Full | None]:
   """Cotangents of the tokens as they were given, and of the state."""
   del return_final
-  (dy, dfinal), x = differentiated_once(cotangents), saved.operands
+  x = saved.operands
+  dy, dfinal = differentiated_once(instantiated(cotangents, saved.y.high, saved.states.final))
   # With what else is made of the same arrays, here or in the forward pass.
   given = backwards.cotangents(saved.y, dy)
   of_centre = _along(given.dy, saved.states.centre)
@@ -91,7 +93,9 @@ def backward(
     return _backward_by_states(saved, discounts, given, of_centre, dfinal, turned_by, settings, dtype)
 
   def by_keys() -> tuple[near.Tokens, None]:
-    inside = near_backward.backward(x, given, settings.power, settings.interpret)
+    asked = saved.turns_asked_for is None or saved.turns_asked_for.size > 0
+    way_back = None if asked else near_backward.way_back(x, saved.rotation, settings.power, turned_by)
+    inside = near_backward.backward(x, given, settings.power, settings.interpret, way_back=way_back, dtype=dtype)
     dq, dk, pulls = near_backward.finished(x, inside, saved.rotation, (dtype, dtype), settings, turned_by)
     kernel = near.totals_kernel(settings)
     return backwards.without_state(dq, dk, inside.v.astype(dtype), pulls, saved.rotation, kernel), None

@@ -79,15 +79,19 @@ def _wide(q: Array, v: Array) -> bool:
   return max(q.shape[-1], v.shape[-1]) > 64
 
 
-def way_back(x: Operands, rotation: Rotation | None, power: int) -> attention_backward.WayBack | None:
+def way_back(
+  x: Operands, rotation: Rotation | None, power: int, turned_by: Angles | None = None
+) -> attention_backward.WayBack | None:
   """From the gradients of scaled and rotated keys to those of keys as they were given, if the kernel can take it.
 
   Keys as they were given need none. Beside folded ones there is no room for it, but in wide heads, where these take the
   others' place. The gradients of rotated keys are lost on it, and with them that of a rotation's turns.
+  `turned_by`: the rotation's angles, where the caller has them already.
   """
   if x.keys.top is not None or not (x.keys.folded is None or _wide(x.q, x.v)):
     return None
-  return attention_backward.WayBack(_factor(x.exponent, power), angles(rotation), _speed(rotation, power))
+  turned_by = angles(rotation) if turned_by is None else turned_by
+  return attention_backward.WayBack(_factor(x.exponent, power), turned_by, _speed(rotation, power))
 
 
 def _factor(exponent: Int[Array, "B T H"], power: int) -> Float[Array, "B H T"]:

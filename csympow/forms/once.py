@@ -1,8 +1,13 @@
-"""Kernels are differentiated once, by rules of their own."""
+"""Kernels are differentiated once, by rules of their own, which are told what is asked for."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Bool
+
+from csympow.forms.spans import for_each
 
 
 @jax.custom_jvp
@@ -15,3 +20,31 @@ def differentiated_once(x: Any) -> Any:
 def _refuse(primals: Any, tangents: Any) -> Any:
   del primals, tangents
   raise NotImplementedError("the kernels have no second derivative; implementation='xla' has")
+
+
+def primals_of(x: Any) -> Any:
+  """The arrays, of a rule's arguments that say whether they are differentiated."""
+  return jax.tree.map(lambda primal: primal.value, x)
+
+
+def turns_asked_for(rotation: Any) -> Bool[Array, "n"]:
+  """Of no number if nobody asks for the gradient of a rotation's turns.
+
+  A shape belongs to one differentiation, where the structure of residuals is, to JAX, that of whichever traced the same
+  call last.
+  """
+  return jnp.ones(int(rotation is not None and rotation.turns.perturbed), bool)
+
+
+def instantiated(cotangents: tuple[Any, Any], y: Array, final: Any) -> tuple[Array, Any]:
+  """With numbers for y, even if it was not used, and none at all for a state that was not: like those found."""
+
+  def unused(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+  dy, dfinal = cotangents
+  if unused(dy):
+    dy = jnp.zeros_like(y, dy.dtype).reshape(dy.shape)
+  if dfinal is None or all(map(unused, dfinal)):
+    return dy, None
+  return dy, for_each(lambda x, like: jnp.zeros_like(like) if unused(x) else x, dfinal, final)
