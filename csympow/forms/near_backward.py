@@ -71,6 +71,9 @@ def _by_kernel(
 
   rows = rows._replace(q=filled(rows.q), rounded=filled(rows.rounded))
   keys = keys._replace(plain=filled(keys.plain), folded=filled(keys.folded))
+  if way_back is not None and way_back.angles is not None:
+    turned_by = way_back.angles._replace(first=filled(way_back.angles.first), cycles=filled(way_back.angles.cycles))
+    way_back = way_back._replace(angles=turned_by, speed=filled(way_back.speed))
   found = attention_backward_wide.backward(rows, keys, last, v, way_back, **how)
   return found._replace(q=found.q[..., :head_dim], k=found.k[..., :head_dim])
 
