@@ -164,21 +164,23 @@ def test_a_chunked_pass_without_gradients_is_right_in_the_interpreter(case, dete
   assert np.all(np.abs(np.float32(about[0]) - 2) < 0.5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-  ("case", "without_state"),
+  ("case", "without_state", "detect_races"),
   [
-    (Case(T=300, B=1, H=1, groups=2, d=64, dv=64, gate="weak", dtype="bfloat16", entry="continued"), []),
-    (Case(T=300, B=1, H=2, d=64, dv=64, gate="weak", dtype="bfloat16", entry="attention"), [True, False]),
+    (Case(T=100, B=1, H=1, d=32, dv=64, dtype="bfloat16", entry="continued"), [False], False),
+    slow(Case(T=300, B=1, H=1, groups=2, d=64, dv=64, gate="weak", dtype="bfloat16", entry="continued"), [False], True),
+    slow(Case(T=300, B=1, H=2, d=64, dv=64, gate="weak", dtype="bfloat16", entry="attention"), [True, False], True),
   ],
   ids=str,
 )
 @pytest.mark.usefixtures("no_races")
-def test_values_with_much_in_common_and_heads_read_without_states_are_right(case, without_state, monkeypatch):
+def test_values_with_much_in_common_and_heads_read_without_states_are_right(
+  case, without_state, detect_races, monkeypatch
+):
   about = recorded(monkeypatch, fused_chunked, "_centre")
-  monkeypatch.setattr(fused_chunked, "faint", lambda read, interpret: jnp.asarray([without_state]))
+  monkeypatch.setattr(fused_chunked, "faint", lambda read, interpret: jnp.asarray([without_state], bool))
   x, rest = inputs_about(2, case)
-  run = functools.partial(attend(case, plgpu.InterpretGPUParams(detect_races=True), 256), rest=rest)
+  run = functools.partial(attend(case, plgpu.InterpretGPUParams(detect_races=detect_races), 256), rest=rest)
   results = comparing.with_gradients(run, x, cotangents(case))
   assert_results_close(jax.tree.map(np.asarray, results), reference_of(case, x, rest), 5e-3)
   assert np.all(np.abs(np.float32(about[0]) - 2) < 0.5)
