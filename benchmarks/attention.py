@@ -2,15 +2,17 @@
 
     python benchmarks/attention.py                                      # the attention form's table in docs/kernels.md
     python benchmarks/attention.py --lengths=4096 --powers=2 --rotated  # one line of it, with rotations
+    python benchmarks/attention.py --form=chunked --powers=2 --rotated --heads=8 --chunk_size=1024 --lengths=65536
+    python benchmarks/attention.py --form=chunked --powers=2 --rotated --lengths=16384,65536,1048576 --without_softmax
 
 65,536 tokens at every length, or one sequence of more, 12 heads, bf16, gated (a logit offset of 6.9; `--offset=5` for
 another, `--offset=3,11` for heads that differ). The time is that of the whole call, preparation included: the median
 over groups of launches, which all programs of a length take by turns. Each line gives both times of both, cuDNN's over
-ours (above 1 is faster than cuDNN), and for the attention form the products' rate as a share of what an
-8192 x 8192 x 8192 product of bf16 matrices reaches (of all pairs of tokens: where tiles are left out that gates have
-faded, it can be above 1). With `--rotated` a last column has cuDNN with the usual rotary embedding of queries and keys
-before it, by XLA, and its times over ours. A form is compared with XLA's in float32 at a short length before it is
-timed.
+ours (above 1 is faster than cuDNN), and for the attention form the products' rate as a share of what an 8192 x 8192 x
+8192 product of bf16 matrices reaches (of all pairs of tokens: where tiles are left out that gates have faded, it can
+be above 1); then how much memory ours needs, arguments and results included, by the compiler's count. With `--rotated`
+a last column has cuDNN with the usual rotary embedding of queries and keys before it, by XLA, and its times over ours.
+A form is compared with XLA's in float32 at a short length before it is timed.
 """
 
 import argparse
@@ -30,7 +32,7 @@ import csympow
 from csympow import rotation
 from csympow.forms import visible
 
-LINE = "{:>9} {:>3} {:>4} {:>18} {:>18} {:>13} {:>22}"
+LINE = "{:>9} {:>3} {:>4} {:>18} {:>18} {:>13} {:>22} {:>13}"
 ROTATED_LINE = LINE + " {:>34}"
 
 
@@ -123,6 +125,13 @@ def check(power: int, form: str, dim: int, rotated: bool, implementation: str | 
   return max(error for error, _ in both), max(error for _, error in both)
 
 
+def gigabytes(compiled) -> float:
+  """That a program needs, arguments and results included, as the compiler counts them."""
+  found = compiled.memory_analysis()
+  sizes = found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes
+  return (sum(sizes) - found.alias_size_in_bytes) / 1e9
+
+
 def both(numbers: list[float], how: str = ".3f") -> str:
   return " / ".join(f"{x:{how}}" for x in numbers)
 
@@ -171,7 +180,9 @@ def main() -> None:
   parser.add_argument("--tokens", type=int, default=65_536, help="tokens in the batch at every length")
   parser.add_argument("--heads", type=int, default=12)
   parser.add_argument("--form", default="attention")
+  parser.add_argument("--chunk_size", type=int, help="tokens in a chunk; by default as many as the op chooses")
   parser.add_argument("--implementation", default="pallas", choices=["pallas", "xla", "none"])
+  parser.add_argument("--without_softmax", action="store_true", help="for lengths at which it takes long")
   parser.add_argument("--rotated", action="store_true")
   parser.add_argument(
     "--offset", type=logits, default=[6.9], help="the mean logit of the gates, or the first head's and the last's"
@@ -197,42 +208,54 @@ def main() -> None:
       print(f"p={power} d={dim}: relative error {error:.1e}, of the gradients of gates and betas {of_gates:.1e}")
       if not (error < 5e-3 and of_gates < 8e-3):
         raise SystemExit("that is wrong; nothing was timed")
+  functions = {} if args.without_softmax else {"softmax": softmax_attention}
+  if args.rotated and not args.without_softmax:
+    functions["rotated softmax"] = rotated_softmax_attention
+  how = args.form, args.rotated, implementation, args.chunk_size
+  functions |= {power: power_attention(power, *how) for power in powers}
   programs = Programs()
   for length in lengths:
     for dim in dims:
       shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.eval_shape(functools.partial(made, length, dim))]
-      functions = {"softmax": softmax_attention}
-      if args.rotated:
-        functions["rotated softmax"] = rotated_softmax_attention
-      functions |= {power: power_attention(power, args.form, args.rotated, implementation) for power in powers}
       for name, function in functions.items():
         programs.add((length, dim, name, "forward"), function, shapes[:-1])
         programs.add((length, dim, name, "both"), with_backward(function), shapes)
   programs.settle()
-  titles = ["T", "p", "d", "cuDNN ms f / f+b", "ours ms f / f+b", "ratio f / f+b", "of the ceiling f / f+b"]
+  titles = [
+    "T",
+    "p",
+    "d",
+    "cuDNN ms f / f+b",
+    "ours ms f / f+b",
+    "ratio f / f+b",
+    "of the ceiling f / f+b",
+    "GB f / f+b",
+  ]
   line = ROTATED_LINE if args.rotated else LINE
   print(line.format(*titles, "rotated cuDNN ms f / f+b, ratio"))
   rows = []
   for length in lengths:
     for dim in dims:
       arrays = made(length, dim)
-      names = ["softmax", *(["rotated softmax"] if args.rotated else []), *powers]
       forward, with_gradients = (
-        by_turns({name: programs[length, dim, name, what] for name in names}, given, args.groups)
+        by_turns({name: programs[length, dim, name, what] for name in functions}, given, args.groups)
         for what, given in (("forward", arrays[:-1]), ("both", arrays))
       )
-      found = {name: [forward[name], with_gradients[name]] for name in names}
-      softmax, rotated = found["softmax"], found.get("rotated softmax")
+      found = {name: [forward[name], with_gradients[name]] for name in functions}
+      softmax, rotated = found.get("softmax"), found.get("rotated softmax")
       for power in powers:
         times = found[power]
         shares = []
         if args.form == "attention":  # whose products alone are two, and seven with the backward pass
           product = 2 * arrays[0].size * length / 2 * 1e3 / peak
           shares = [2 * product / times[0], 7 * product / times[1]]
-        cells = [both(softmax), both(times), both(over(softmax, times), ".2f"), both(shares, ".0%")]
+        memory = [gigabytes(programs[length, dim, power, what]) for what in ("forward", "both")]
+        beside = ["", ""] if softmax is None else [both(softmax), both(over(softmax, times), ".2f")]
+        cells = [beside[0], both(times), beside[1], both(shares, ".0%"), both(memory, ".2f")]
         cells.append("" if rotated is None else f"{both(rotated)}, {both(over(rotated, times), '.2f')}")
         print(line.format(f"{length:,}", power, dim, *cells), flush=True)
         row = {"T": length, "power": power, "dim": dim, "cudnn_ms": softmax, "ms": times, "share_of_ceiling": shares}
+        row["gigabytes"] = memory
         rows.append(row | ({} if rotated is None else {"rotated_cudnn_ms": rotated}))
   if args.out:
     args.out.write_text(

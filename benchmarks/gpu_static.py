@@ -125,7 +125,9 @@ def overwritten(program: str) -> int:
       if "gsb0" in text:
         under_way.append(set())
     elif written := re.match(r"(?!ST|RED|BAR|R2UR|UTMA|\w*SETP)(\S+)\s+(?:U?P\w+, )*R(\d+)\b", text):
+      matrices = re.fullmatch(r"LDSM\.16\.MT?88\.(\d)", written[1])
       many = 4 if ".128" in written[1] else 2 if re.search(r"\.64|WIDE", written[1]) else 1
+      many = int(matrices[1]) if matrices else many
       first = int(written[2])
       found += any(not group.isdisjoint(range(first, first + many)) for group in under_way)
   return found

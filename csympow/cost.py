@@ -119,6 +119,9 @@ _KERNEL_CHUNK = 1024
 _CHUNK_IN_TURN, _FEATURES_IN_TURN = 8192, 4096
 _EXPANDED = 2**30
 _EXPANDED_BANDWIDTH = 3.8e12
+# At p=2, what a forward pass alone takes of what products and bytes say, which both passes are told by: states in one
+# piece are written by half of the products then.
+_OF_ONE_PIECE, _OF_SEVERAL_PIECES = 0.77, 1.13
 _KERNEL_WITH_BACKWARD = {"attention": 4.4, "chunked": 3.15, "chunked, in turn": 3.7}
 # Of the kernels on TPU, which have been compiled and counted but never timed: 60 % of a v5e's peak.
 _TPU_KERNEL_FLOPS = 1.2e14
@@ -150,6 +153,17 @@ def choose(
     if form in ("auto", name)
   ]
   return min(plans, key=lambda plan: plan.seconds * plan.with_backward)
+
+
+def attention_alone(
+  plan: Plan, shape: Shape, chunk_size: int | None, implementations: dict[Implementation, tuple[Form, ...]]
+) -> bool:
+  """Whether a pass without gradients is the attention form's, for "auto" that has this plan on a GPU."""
+  whole = shape.head_dim % STATE_WIDTH == shape.value_dim % STATE_WIDTH == 0  # others are filled up for states
+  if (plan.form, plan.implementation, shape.power) != ("chunked", "pallas", 2) or shape.needs_state or not whole:
+    return False
+  other = choose(shape, "attention", chunk_size, "gpu", implementations)
+  return other.implementation == "pallas" and other.seconds < plan.seconds
 
 
 def _plan(form: Form, sizes: tuple[int, int, int], flops: int, traffic: int, steps: int, device: Device) -> Plan:
@@ -249,8 +263,10 @@ def _chunked_squares(shape: Shape, chunk_size: int | None, device: Device) -> Pl
   flops = length // chunk * inside + state
   states = 2 * shape.batch * shape.heads * length // chunk * numbers
   traffic = _KERNEL_PASSES * _inputs(shape, length) + 2 * states
-  seconds = flops / _KERNEL_FLOPS + traffic / device.bandwidth + 30 * device.latency
-  return Plan("chunked", chunk, TILE, chunk, flops, traffic, seconds, "pallas", _KERNEL_WITH_BACKWARD["chunked"])
+  alone = _OF_ONE_PIECE if longer == 1 else _OF_SEVERAL_PIECES
+  seconds = alone * (flops / _KERNEL_FLOPS + traffic / device.bandwidth + 30 * device.latency)
+  with_backward = _KERNEL_WITH_BACKWARD["chunked"] / alone
+  return Plan("chunked", chunk, TILE, chunk, flops, traffic, seconds, "pallas", with_backward)
 
 
 def _chunked_on_tpu(shape: Shape, chunk_size: int | None, device: Device) -> Plan:

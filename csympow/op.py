@@ -216,6 +216,8 @@ def _explained(
       for x in (plan, *others)
     ]
     reason = f"estimated on {device}: {'; '.join(estimates)}"
+    if device == "gpu" and cost.attention_alone(plan, shape, chunk_size, allowed):
+      reason += "; a pass without gradients is the attention form's"
   else:
     reason = f"form={form!r} was asked for; estimated forward time on {device}: {plan.seconds * 1e3:.3g} ms"
   size = plan.block if plan.form == "attention" else plan.chunk
@@ -342,11 +344,10 @@ def _way_on(
   """How to attend on a kind of chip."""
   allowed = implementations.allowed(shape, dtype, form, chunk_size, asked, chip)
   plan = cost.choose(shape, form, chunk_size, chip, allowed)
-  how = {
-    "form": plan.form,
-    "implementation": plan.implementation,
-    "settings": _settings(shape.power, plan, dtype, chip),
-  }
+  settings = _settings(shape.power, plan, dtype, chip)
+  if form == "auto" and chip == "gpu":
+    settings = settings._replace(attention_alone=cost.attention_alone(plan, shape, chunk_size, allowed))
+  how = {"form": plan.form, "implementation": plan.implementation, "settings": settings}
   return dispatch.Way(plan.implementation, functools.partial(_attend, **how, return_state=shape.needs_state))
 
 

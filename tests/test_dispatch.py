@@ -49,6 +49,27 @@ def test_so_have_its_gradients():
   assert 'kernel_name = "chunked_keys"' in lowered(traced, "tpu")
 
 
+def test_a_pass_without_gradients_has_the_form_that_is_faster_alone(monkeypatch):
+  monkeypatch.setattr(cost, "named", lambda: "gpu")
+
+  def has_states(time, form="auto", wrap=lambda call: call):
+    x = jax.ShapeDtypeStruct((1, time, 96, 64), jnp.bfloat16)
+    call = wrap(lambda q: csympow.attention(q, q, q, log_gate=jnp.zeros((1, time, 96)), form=form))
+    return "kernel_name='state_read'" in str(jax.make_jaxpr(call)(x))
+
+  def with_gradients(call):
+    return jax.grad(lambda q: call(q).astype(jnp.float32).sum())
+
+  assert not has_states(8192)
+  assert has_states(8192, wrap=with_gradients)
+  assert has_states(8192, form="chunked")
+  assert has_states(16384)
+  q = jax.ShapeDtypeStruct((1, 8192, 96, 64), jnp.bfloat16)
+  explained = csympow.explain(q, q, q, device="gpu")
+  assert explained.form == "chunked"
+  assert "a pass without gradients is the attention form's" in explained.reason
+
+
 def test_kernels_that_the_chip_does_not_have_are_refused_in_words_when_it_is_known():
   x, rest = inputs(CASE)
   by_kernels = functools.partial(attend, implementation="pallas")

@@ -46,10 +46,18 @@ IN_FLIGHT = """
 
 
 @pytest.mark.parametrize(
-  "instruction", ["FMUL R11, R1, R1", "LDS.128 R8, [R2]", "ISETP.GE.AND P0, PT, R9, R1, PT", "MOV R7, R8"]
+  "instruction",
+  [
+    "FMUL R11, R1, R1",
+    "LDS.128 R8, [R2]",
+    "LDSM.16.M88.4 R5, [R2]",
+    "LDSM.16.MT88.2 R6, [R2]",
+    "ISETP.GE.AND P0, PT, R9, R1, PT",
+    "MOV R7, R8",
+  ],
 )
 def test_what_is_written_to_a_left_operand_under_way_is_counted(instruction):
-  writes = instruction.startswith(("FMUL", "LDS"))
+  writes = instruction.startswith(("FMUL", "LDS.", "LDSM.16.M88"))
   assert overwritten(IN_FLIGHT.format(waits_for=2, instruction=instruction)) == writes
   assert overwritten(IN_FLIGHT.format(waits_for=1, instruction=instruction)) == 0  # the first has come
 

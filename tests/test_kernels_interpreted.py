@@ -203,7 +203,7 @@ def recorded(monkeypatch, module, name):
 def test_whether_the_gradient_of_rates_is_asked_for_does_not_depend_on_who_else_asked(remat, monkeypatch):
   case = Case(T=256, B=1, H=1, d=64, dv=64, dtype="bfloat16", entry="attention")
   x, rest = inputs(case)
-  lost = comparing.recorded(monkeypatch, near_backward, "way_back")
+  lost = comparing.recorded(monkeypatch, near_backward, "way_back_of")
 
   def call(q, rates):
     return attend(case)(x | {"q": q}, rest | {"rates": rates})["y"]

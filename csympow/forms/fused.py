@@ -15,7 +15,7 @@ from csympow import gates
 from csympow.forms import anchors, backwards, expanded, memory, near, near_backward, near_tpu, rotating, scales
 from csympow.forms.chunked import Sequence, inputs_of, normalised_backward
 from csympow.forms.memory import Memory, Written, discounted, empty, inner
-from csympow.forms.once import differentiated_once, instantiated, primals_of, turns_asked_for
+from csympow.forms.once import differentiated_once, instantiated, is_asked, primals_of, turns_asked_for
 from csympow.forms.spans import SMALLEST, Inputs, Settings, Sums, for_each, heads_first, over_normaliser, time_first
 from csympow.prefix import Total
 from kernels_pallas.gpu import arrays
@@ -136,9 +136,8 @@ def _backward(
   x, power = saved.operands, settings.power
   kernels, rotation = _BACKWARD[settings.chip], saved.rotation
   how: dict[str, Any] = {}
-  asked = saved.turns_asked_for is None or saved.turns_asked_for.size > 0
-  if settings.chip == "gpu" and saved.sequence is None and not asked:
-    how = {"way_back": near_backward.way_back(x, rotation, power), "dtype": dtype}
+  if settings.chip == "gpu" and saved.sequence is None and not is_asked(saved.turns_asked_for):
+    how = {"way_back": near_backward.way_back_of(x, rotation, power), "dtype": dtype}
   inside = kernels.backward(x, backwards.cotangents(saved.y, dy), power, settings.interpret, **how)
   dv = inside.v
   if saved.sequence is None:

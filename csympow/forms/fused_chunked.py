@@ -8,8 +8,9 @@ in pieces of 64 coordinates where heads are wider.
 Attention inside chunks, states, and what is read of them are kernels, but for the normaliser of wide heads. Heads that
 forget so soon that reading all they remember costs less have no state, but attention beyond their chunks, and so has
 one whose queries ask for what rounding has drowned in it. **A call of which no head has a state is the attention
-form**, forwards and backwards; which it is is known on the device. If a state is given or returned all heads have one,
-and those whose queries ask too much of it are done again, `finely`.
+form**, forwards and backwards; which it is is known on the device. So is a pass without gradients, if no form was asked
+for, of a sequence so short that only both passes together are faster in chunks. If a state is given or returned all
+heads have one, and those whose queries ask too much of it are done again, `finely`.
 """
 
 import functools
@@ -21,7 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float
 
-from csympow.forms import finely, full, near, rotating, scales
+from csympow.forms import finely, full, fused, near, rotating, scales
 from csympow.forms.centring import NO_MORE, centre
 from csympow.forms.faint import Read, faint
 from csympow.forms.full import Full
@@ -82,6 +83,8 @@ def attend(
 def _attend(
   x: near.Tokens, initial: Full | None, settings: Settings, dtype: DTypeLike, return_final: bool, head_dim: int
 ) -> tuple[Float[Array, "B T H g dv"], Full | None]:
+  if settings.attention_alone and initial is None and not return_final:
+    return fused.attend(x, None, settings._replace(chunk=x.k.shape[1]), dtype, return_memory=False)[0], None
   return _forward(x, initial, settings, dtype, return_final, head_dim, save=False)[0]
 
 

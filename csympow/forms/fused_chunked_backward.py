@@ -17,7 +17,7 @@ from csympow.features import symmetric
 from csympow.forms import anchors, backwards, finely, full, near, near_backward, rotating
 from csympow.forms.anchors import Ends
 from csympow.forms.full import Full
-from csympow.forms.once import differentiated_once, instantiated
+from csympow.forms.once import differentiated_once, instantiated, is_asked
 from csympow.forms.spans import Settings, by_head
 from csympow.prefix import Total
 from kernels_pallas.gpu import arrays, gram, scan, state_read, state_write
@@ -93,8 +93,9 @@ def backward(
     return _backward_by_states(saved, discounts, given, of_centre, dfinal, turned_by, settings, dtype)
 
   def by_keys() -> tuple[near.Tokens, None]:
-    asked = saved.turns_asked_for is None or saved.turns_asked_for.size > 0
-    way_back = None if asked else near_backward.way_back(x, saved.rotation, settings.power, turned_by)
+    way_back = None
+    if not is_asked(saved.turns_asked_for):
+      way_back = near_backward.way_back_of(x, saved.rotation, settings.power, turned_by)
     inside = near_backward.backward(x, given, settings.power, settings.interpret, way_back=way_back, dtype=dtype)
     dq, dk, pulls = near_backward.finished(x, inside, saved.rotation, (dtype, dtype), settings, turned_by)
     kernel = near.totals_kernel(settings)

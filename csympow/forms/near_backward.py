@@ -82,7 +82,7 @@ def _wide(q: Array, v: Array) -> bool:
   return max(q.shape[-1], v.shape[-1]) > 64
 
 
-def way_back(
+def way_back_of(
   x: Operands, rotation: Rotation | None, power: int, turned_by: Angles | None = None
 ) -> attention_backward.WayBack | None:
   """From the gradients of scaled and rotated keys to those of keys as they were given, if the kernel can take it.

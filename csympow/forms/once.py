@@ -36,6 +36,12 @@ def turns_asked_for(rotation: Any) -> Bool[Array, "n"]:
   return jnp.ones(int(rotation is not None and rotation.turns.perturbed), bool)
 
 
+def is_asked(asked: Bool[Array, "n"] | None) -> bool:
+  """What `turns_asked_for` found, which only a pass without gradients has not saved."""
+  assert asked is not None
+  return asked.size > 0
+
+
 def instantiated(cotangents: tuple[Any, Any], y: Array, final: Any) -> tuple[Array, Any]:
   """With numbers for y, even if it was not used, and none at all for a state that was not: like those found."""
 

@@ -36,6 +36,7 @@ class Settings(NamedTuple):
   chip: str = "gpu"  # whose kernels, if any
   states: str = "memory"  # the module by which the attention form's kernels read and write them
   gated: bool = True  # whether anything is forgotten but by resets
+  attention_alone: bool = False  # the chunked form's pass without gradients is the attention form's
   interpret: Any = None  # how to run kernels where there is no chip for them, as Pallas takes it
 
 
