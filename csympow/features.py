@@ -18,12 +18,19 @@ def feature_dim(head_dim: int, power: int) -> int:
   return math.comb(head_dim + power - 1, power)
 
 
+def require_countable(head_dim: int, power: int) -> None:
+  """Raises a ValueError if there are more features than an index can count."""
+  fits = feature_dim(head_dim, power) < 2**31
+  require(fits, f"power must leave fewer than 2^31 features of d={head_dim}, got {power}")
+
+
 def _check(given: Mapping[str, Any]) -> None:
   x = given["x"]
   fits = is_array(x) and len(x.shape) > 0 and x.shape[-1] > 0 and jnp.issubdtype(x.dtype, jnp.floating)
   came = f"{show(x)} of {x.dtype}" if is_array(x) else type(x).__name__
   require(fits, f"x must be a floating-point array [..., d] with d at least 1, got {came}")
   require_count("power", given["power"])
+  require_countable(x.shape[-1], given["power"])
 
 
 @validated(_check)

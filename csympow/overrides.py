@@ -25,6 +25,8 @@ def load(path: str, overrides: Mapping[str, str] | None = None, *, schema: type 
   """The config that the file's `get_config()` returns, of a schema, with fields replaced by dotted name."""
   file = Path(path)
   if not file.is_file():
+    if file.is_dir():
+      raise ConfigError(f"--config must be a Python file with get_config(), and {path} is a directory")
     near = difflib.get_close_matches(file.name, [other.name for other in file.parent.glob("*.py")], n=1)
     hint = f"; did you mean {file.parent / near[0]}?" if near else ""
     raise ConfigError(f"--config must be a Python file with get_config(), and there is no {path}{hint}")
@@ -71,11 +73,13 @@ def _run(file: Path, schema: type) -> Any:
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)
-    config = module.get_config()
+    config = module.get_config() if hasattr(module, "get_config") else None
   except ConfigError:
     raise
   except (Exception, SystemExit) as error:  # whatever a user's file raises is the user's to read
     raise ConfigError(f"{file}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+  if not hasattr(module, "get_config"):
+    raise ConfigError(f"--config must be a Python file with get_config(), and {file} has no get_config()")
   if not isinstance(config, schema):
     wanted = f"{schema.__module__}.{schema.__name__}"
     raise ConfigError(f"{file}: get_config() must return a {wanted}, got {type(config).__name__}")

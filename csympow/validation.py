@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from csympow.checks import came, is_array, is_count, require, require_array, require_count, require_word, show
-from csympow.features import feature_dim
+from csympow.features import feature_dim, require_countable
 from csympow.state import State
 
 FORMS = ("auto", "attention", "chunked", "recurrent")
@@ -48,6 +48,7 @@ def check_new_state(given: Mapping[str, Any]) -> None:
   for name in ("batch", "heads", "head_dim", "value_dim"):
     require_count(name, given[name])
   check_power(given["power"])
+  require_countable(given["head_dim"], given["power"])
   try:
     dtype = jnp.dtype(given["dtype"]).name
   except TypeError:

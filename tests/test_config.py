@@ -108,7 +108,7 @@ def test_what_means_nothing_is_refused_in_one_line(name, value, told):
   ("text", "told"),
   [
     ("def get_config(): return 3", "must return a csympow.config.Config, got int"),
-    ("def get_confg(): return 3", "has no attribute 'get_config'"),
+    ("def get_confg(): return 3", "c.py has no get_config()"),
     ("syntax error here", "SyntaxError"),
     ("raise SystemError('out of\\nluck')", "SystemError: out of luck"),
     ("import sys\nsys.exit('no')", "SystemExit: no"),

@@ -53,3 +53,9 @@ def test_the_gradient_of_the_features_is_that_of_the_monomials(power):
     exact = jax.grad(lambda x: jnp.sum(weights * reference.phi(x, power)))(jnp.asarray(np.float32(x), jnp.float64))
   got = jax.grad(lambda x: jnp.sum(np.float32(weights) * csympow.symmetric_power(x, power)))(jnp.asarray(np.float32(x)))
   assert comparing.relative_rmse(got, exact) < 1e-6
+
+
+def test_more_features_than_an_index_counts_are_refused():
+  for call in (lambda: csympow.symmetric_power(jnp.ones(64), 20), lambda: csympow.init_state(1, 1, 64, 64, power=8)):
+    with pytest.raises(ValueError, match=r"^power must leave fewer than 2\^31 features of d=64, got (20|8)$"):
+      call()

@@ -191,8 +191,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(whole, tmp_
   shutil.copytree(whole[0], workdir)
   for step in running.steps(workdir):
     (workdir / "checkpoints" / str(step) / "MANIFEST.json").write_text('{"sha256": {"x": "y"}}')
-  _, errors = run(workdir, expect=2)
-  assert "no other is left" in line(errors)
+  for _ in range(2):  # a script that tries again does not, either
+    _, errors = run(workdir, expect=2)
+    assert "no other is left" in line(errors)
+  assert running.metrics(workdir) == running.metrics(whole[0])
 
 
 @pytest.mark.slow
@@ -214,6 +216,17 @@ def test_a_workdir_of_another_config_is_refused_with_the_keys_that_differ(whole)
   _, errors = run(whole[0], "--config.model.power=4", "--config.seed=7", expect=2)
   assert "model.power is 2 there, 4 here; seed is 0 there, 7 here" in line(errors)
   assert running.metrics(whole[0]) == before
+
+
+def test_what_is_refused_leaves_the_config_as_it_was(whole, tmp_path):
+  workdir = tmp_path / "run"
+  shutil.copytree(whole[0], workdir)
+  found = json.loads((workdir / "config.json").read_text())
+  found["config"]["optimizer"]["schedule"] = "constant"  # by which a run may be made longer
+  (workdir / "config.json").write_text(json.dumps(found))
+  _, errors = run(workdir, "--config.optimizer.schedule=constant", "--config.steps=20", expect=2)
+  assert "is at step 40, beyond steps=20" in line(errors)
+  assert json.loads((workdir / "config.json").read_text()) == found
 
 
 @pytest.mark.parametrize(

@@ -109,21 +109,18 @@ class Checkpoints:
 
   def _newest_whole(self) -> tuple[int, list[str]]:
     remarks = self._clear_unfinished()
-    damaged = False
+    damage: dict[int, str] = {}
     for step in reversed(finished_steps(self._directory)):
-      path = self._directory / str(step)
       try:
-        verify(path)
+        verify(self._directory / str(step))
       except DamagedError as error:
-        damaged = True
-        moved = _set_aside(path)
-        remarks.append(f"checkpoint {step} is damaged ({error}); moved to {moved}")
+        damage[step] = f"checkpoint {step} is damaged ({error})"
         continue
-      if damaged:
-        remarks.append(f"going on from checkpoint {step}")
-      return step, remarks
-    if damaged:
-      raise ConfigError(f"{'; '.join(remarks)}; no other is left: move {self._directory} away to start over")
+      remarks += [f"{told}; moved to {_set_aside(self._directory / str(bad))}" for bad, told in damage.items()]
+      return step, [*remarks, *([f"going on from checkpoint {step}"] if damage else [])]
+    if damage:  # and stay where they are, or the same command again would begin anew
+      told = "; ".join([*remarks, *damage.values()])
+      raise ConfigError(f"{told}; no other is left: move {self._directory} away to start over")
     return -1, remarks
 
   def _clear_unfinished(self) -> list[str]:

@@ -142,8 +142,9 @@ def run(options: argparse.Namespace, changes: dict[str, str], stop: Stop) -> Non
   if lead:
     workdir.lock(directory)
     workdir.check(directory, config, fingerprint)  # again: nobody else can change it now
-    workdir.claim(directory, config, fingerprint)
     workdir.check_room(directory, _bytes(abstract), config.checkpoint.keep)
+    if workdir.stored(directory) is None:
+      workdir.claim(directory, config, fingerprint)
   checkpoints = Checkpoints(directory.absolute() / "checkpoints", config.checkpoint)
   state, remarks = checkpoints.restore(abstract)
   for remark in remarks:
@@ -153,10 +154,13 @@ def run(options: argparse.Namespace, changes: dict[str, str], stop: Stop) -> Non
   first = int(state.step)
   if first > config.steps:
     raise ConfigError(f"--workdir={directory} is at step {first:,}, beyond steps={config.steps:,}")
+  if lead:
+    workdir.claim(directory, config, fingerprint)  # nothing refuses what may have changed in it, such as steps
   if first:
     say(f"going on from step {first:,} of {config.steps:,}", flush=True)
   journal = Journal(directory, first, config.log.tensorboard) if lead else None
-  reports = Reports(program, heldout, tokenizer, directory, stop, options.config)
+  arguments = [f"--config={options.config}", *(f"--config.{name}={value}" for name, value in changes.items())]
+  reports = Reports(program, heldout, tokenizer, directory, stop, arguments)
   source = functools.partial(batches, windows, config, _batch_sharding(layout))
   loop = Loop(program, state, source, checkpoints, journal, reports, stop)
   try:

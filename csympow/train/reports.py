@@ -1,6 +1,7 @@
 """What a run tells of its model beside the loss: held-out loss, gates, text, and the curve that ends it."""
 
 import dataclasses
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,10 @@ class Reports:
     tokenizer: Tokenizer | None,
     directory: Path,
     stop: Stop,
-    config_file: str,
+    arguments: list[str],
   ) -> None:
     self._program, self._config, self._heldout, self._tokenizer = program, program.config, heldout, tokenizer
-    self._directory, self._stop, self._config_file = directory, stop, config_file
+    self._directory, self._stop, self._arguments = directory, stop, arguments
     config = program.config
     self._lead = jax.process_index() == 0
     self._losses = jax.jit(program.summed_loss)
@@ -134,9 +135,11 @@ class Reports:
   def _next_commands(self) -> str:
     other = "conformal" if self._config.model.variant == "softmax" else "softmax"
     directory = self._directory.with_name(f"{self._directory.name}-{other}")
+    arguments = [x for x in self._arguments if not x.startswith("--config.model.variant=")]
+    arguments += [f"--workdir={directory}", f"--config.model.variant={other}"]
     return (
       f"Try next: the same with {other} attention, and a dataset of your own texts:\n"
-      f"  {python()} train.py --config={self._config_file} --workdir={directory} --config.model.variant={other}\n"
+      f"  {python()} train.py {shlex.join(arguments)}\n"
       f"  {python()} -m csympow.data.prepare YOUR_FILES --out=data/mine"
     )
 
