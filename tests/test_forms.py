@@ -60,10 +60,21 @@ def test_results_have_the_dtype_of_the_inputs_and_the_state_is_float32(case, for
     assert value.dtype == (case.dtype if name in ("y", "dq", "dk", "dv") else "float32"), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_heads_of_64_at_power_4_are_the_gated_sum(dtype):
+@pytest.mark.parametrize(
+  ("form", "case"),
+  [
+    ("attention", Case(T=100, B=1, H=2, d=64, dv=64, power=4, entry="attention", chunk_size=32)),
+    ("chunked", Case(T=9, B=1, H=1, d=64, dv=4, power=4, entry="attention", chunk_size=3)),
+    pytest.param(
+      "attention",
+      Case(T=100, B=1, H=2, d=64, dv=64, power=4, entry="attention", chunk_size=32, dtype="bfloat16"),
+      marks=pytest.mark.slow,
+    ),
+  ],
+  ids=str,
+)
+def test_heads_of_64_at_power_4_are_the_gated_sum(form, case):
   """766,480 features: only the attention form is practical, and the reference is the sum over earlier tokens."""
-  case = Case(T=100, B=1, H=2, d=64, dv=64, power=4, entry="attention", chunk_size=32, dtype=dtype)
   x, rest = comparing.inputs(case)
   weights = comparing.cotangents(case)["y"]
 
@@ -73,7 +84,7 @@ def test_heads_of_64_at_power_4_are_the_gated_sum(dtype):
 
   with jax.enable_x64(True):
     want = jax.tree.map(np.asarray, exact(*comparing.float64((x, rest["rates"], weights))))
-  assert_results_close(actual(case, "attention"), want, TOLERANCE[dtype])
+  assert_results_close(actual(case, form), want, TOLERANCE[case.dtype])
 
 
 def test_query_heads_in_a_row_share_a_key_head():

@@ -45,7 +45,7 @@ def describe(
     f"{config.steps * tokens:,} tokens in all",
     "attention": how,
     "state": memory,
-    "compute": f"{readable(per_token)}FLOP a token ({flops.FORMULA})",
+    "compute": f"{readable(per_token, ' ')}FLOP a token ({flops.FORMULA})",
     "devices": f"{len(devices)} {device.device_kind}: {spread}; {jax.process_count()} process"
     + ("es" if jax.process_count() > 1 else ""),
     "predicted": f"{size(held)} of parameters and optimizer a device, as much again for gradients and copies; "

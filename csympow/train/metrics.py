@@ -151,12 +151,12 @@ class Progress:
     self._width = len(text)
 
 
-def readable(number: float) -> str:
-  """12.3k, 4.56M."""
+def readable(number: float, gap: str = "") -> str:
+  """12.3k, 4.56M; with a gap before the prefix of a unit that is to follow."""
   for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
     if abs(number) >= unit:
-      return f"{number / unit:.3g}{name}"
-  return f"{number:.3g}"
+      return f"{number / unit:.3g}{gap}{name}"
+  return f"{number:.3g}{gap}"
 
 
 def size(count: int | float) -> str:
