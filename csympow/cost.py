@@ -155,6 +155,21 @@ def choose(
   return min(plans, key=lambda plan: plan.seconds * plan.with_backward)
 
 
+def attention_share(
+  plan: Plan, shape: Shape, chunk_size: int | None, implementations: dict[Implementation, tuple[Form, ...]]
+) -> float:
+  """Of all pairs of tokens, how many gates may leave for the attention form to be faster all the same.
+
+  For "auto" that has this plan on a GPU, beyond p=2, where chunks do not find that out by themselves; 0: none.
+  """
+  if (plan.form, plan.implementation) != ("chunked", "pallas") or shape.power == 2 or shape.needs_state:
+    return 0.0
+  other = choose(shape, "attention", chunk_size, "gpu", implementations)
+  if other.implementation != "pallas":
+    return 0.0
+  return plan.seconds * plan.with_backward / (other.seconds * other.with_backward)
+
+
 def attention_alone(
   plan: Plan, shape: Shape, chunk_size: int | None, implementations: dict[Implementation, tuple[Form, ...]]
 ) -> bool:

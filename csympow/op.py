@@ -216,8 +216,11 @@ def _explained(
       for x in (plan, *others)
     ]
     reason = f"estimated on {device}: {'; '.join(estimates)}"
-    if device == "gpu" and cost.attention_alone(plan, shape, chunk_size, allowed):
+    given = plan, shape, chunk_size, allowed
+    if device == "gpu" and not split and cost.attention_alone(*given):
       reason += "; a pass without gradients is the attention form's"
+    if device == "gpu" and not split and (share := cost.attention_share(*given)):
+      reason += f"; a call is the attention form's if its gates leave less than {share:.0%} of all pairs to be read"
   else:
     reason = f"form={form!r} was asked for; estimated forward time on {device}: {plan.seconds * 1e3:.3g} ms"
   size = plan.block if plan.form == "attention" else plan.chunk
@@ -346,7 +349,10 @@ def _way_on(
   plan = cost.choose(shape, form, chunk_size, chip, allowed)
   settings = _settings(shape.power, plan, dtype, chip)
   if form == "auto" and chip == "gpu":
-    settings = settings._replace(attention_alone=cost.attention_alone(plan, shape, chunk_size, allowed))
+    given = plan, shape, chunk_size, allowed
+    settings = settings._replace(
+      attention_alone=cost.attention_alone(*given), attention_share=cost.attention_share(*given)
+    )
   how = {"form": plan.form, "implementation": plan.implementation, "settings": settings}
   return dispatch.Way(plan.implementation, functools.partial(_attend, **how, return_state=shape.needs_state))
 

@@ -11,7 +11,7 @@ import pytest
 import csympow
 from csympow import cost, op
 from csympow.features import feature_dim
-from csympow.forms import chunked, expanded, fused, memory, rotating
+from csympow.forms import chunked, expanded, fused, in_turn, memory, rotating, visible
 from csympow.forms.spans import Settings, Sums
 from csympow.rotation import factors
 from kernels_pallas.gpu.expand import Table, _parts, _products_of_others
@@ -88,18 +88,23 @@ def test_spans_of_a_rotation_turn_as_the_whole_does():
     np.testing.assert_array_equal(found.cycles, whole.cycles)
 
 
+def by_xla(x, memory, settings, dtype, return_memory):
+  """What stands in for kernels."""
+  del dtype
+  turns, total, rates, _ = x.rotation
+  turns += (total - jax.lax.stop_gradient(total))[..., None] * rates / (2 * jnp.pi)  # kernels have that gradient
+  q, k = rotating.rotated(x.q, x.k, x.rotation._replace(turns=turns))
+  return chunked.attend(q, k, x.v, x.log_gate, memory, settings, return_memory)
+
+
 @pytest.mark.parametrize(("entry", "length"), [("attention", 1e12), slow("prefill", 1e-3), slow("continued", 1.0)])
 def test_chunks_in_turn_are_the_whole(monkeypatch, entry, length):
   """With XLA's form in the kernels' place, so that there is no rounding to hide in."""
   settings_seen = set()
 
   def exact(x, memory, settings, dtype, return_memory):
-    del dtype
     settings_seen.add(settings.states)
-    turns, total, rates, _ = x.rotation
-    turns += (total - jax.lax.stop_gradient(total))[..., None] * rates / (2 * jnp.pi)  # kernels have that gradient
-    q, k = rotating.rotated(x.q, x.k, x.rotation._replace(turns=turns))
-    return chunked.attend(q, k, x.v, x.log_gate, memory, settings, return_memory)
+    return by_xla(x, memory, settings, dtype, return_memory)
 
   monkeypatch.setattr(fused, "attend", exact)
   case = Case(T=70, B=2, H=2, groups=2, d=4, dv=4, power=4, segments="padded", entry=entry)
@@ -111,6 +116,35 @@ def test_chunks_in_turn_are_the_whole(monkeypatch, entry, length):
   results, expected = call(x, weights), exact_results(x, rest, weights, power=4)
   assert_results_close(jax.tree.map(np.asarray, results), expected, 1e-4)
   assert settings_seen == {"expanded"}
+
+
+@pytest.mark.parametrize("by_chunks", [slow(True), False])
+@pytest.mark.usefixtures("long")
+def test_a_call_whose_gates_leave_little_is_the_attention_form(by_chunks, monkeypatch):
+  case = Case(T=3 * TILE, B=1, H=2, groups=2, d=4, dv=4, power=4, entry="attention")
+  x, rest = inputs(case)
+  share = float(visible.share_in_sight(x["log_gate"]))
+  assert 0.1 < share < 0.6
+
+  def only_one(x, memory, settings, dtype, return_memory):
+    assert settings.states == "expanded" or x.q.dtype == dtype  # whose gradient the kernels give
+    y, memory = by_xla(x._replace(q=x.q.astype(jnp.float32)), memory, settings, dtype, return_memory)
+    return y if by_chunks == (settings.states == "expanded") else jnp.full_like(y, jnp.nan), memory
+
+  monkeypatch.setattr(fused, "attend", only_one)
+  most = in_turn._MORE * share * (0.9 if by_chunks else 1.1)
+  settings = Settings(4, TILE, TILE, TILE, "highest", attention_share=most, interpret=plgpu.InterpretGPUParams())
+  run, weights = comparing.by_kernels(case, "chunked", settings), cotangents(case)
+  results = comparing.quick_jit(lambda x, w: comparing.with_gradients(lambda x: run(x, rest), x, w))(x, weights)
+  expected = comparing.quadratic_results(x, rest, weights, power=4)
+  assert_results_close(jax.tree.map(np.asarray, results), expected, 1e-4)
+
+
+def test_what_gates_leave_of_all_pairs_of_tiles():
+  time = 64 * TILE
+  per_tile = jnp.log(visible.LEFT_OUT) / jnp.array([0.5, 8, 1e9])  # so many tiles are left
+  share = [float(visible.share_in_sight(jnp.full((2, time, 1), x / TILE))) for x in per_tile]
+  np.testing.assert_allclose(share, [2 / 64, 2 * 8 / 64, 63 / 64], atol=0.04)
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ class Settings(NamedTuple):
   states: str = "memory"  # the module by which the attention form's kernels read and write them
   gated: bool = True  # whether anything is forgotten but by resets
   attention_alone: bool = False  # the chunked form's pass without gradients is the attention form's
+  attention_share: float = 0.0  # and so are both, beyond p=2, if gates leave less than that of all pairs
   interpret: Any = None  # how to run kernels where there is no chip for them, as Pallas takes it
 
 

@@ -132,6 +132,15 @@ def _of_many(size: int, batched: list[bool], has_state: Int[Array, "n B H"]) -> 
   return anywhere(jnp.max(has_state, axis=0)), False
 
 
+def share_in_sight(log_gate: Float[Array, "B T H"]) -> Float[Array, ""]:
+  """The part of all pairs of tiles, a query's and an earlier one of keys, of which gates leave more than LEFT_OUT."""
+  batch, time, heads = log_gate.shape
+  tiles = time // TILE
+  end = jnp.cumsum(jnp.sum(log_gate.reshape(batch, tiles, TILE, heads), axis=2), axis=1)
+  earliest = _earliest_in_sight(jnp.moveaxis(end, 1, 2), math.log(LEFT_OUT))
+  return 2 * jnp.mean(jnp.arange(tiles) - earliest) / tiles
+
+
 def without_states(x: Visible, end: Total, heads: Bool[Array, "B H"]) -> Visible:
   """The same, but that queries of some `heads` read all keys in their sight; `end`: the totals at the tiles' ends."""
   had_state = jnp.ones_like(heads) if x.has_state is None else x.has_state > 0
