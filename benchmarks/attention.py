@@ -221,16 +221,8 @@ def main() -> None:
         programs.add((length, dim, name, "forward"), function, shapes[:-1])
         programs.add((length, dim, name, "both"), with_backward(function), shapes)
   programs.settle()
-  titles = [
-    "T",
-    "p",
-    "d",
-    "cuDNN ms f / f+b",
-    "ours ms f / f+b",
-    "ratio f / f+b",
-    "of the ceiling f / f+b",
-    "GB f / f+b",
-  ]
+  both_ways = ["cuDNN ms", "ours ms", "ratio", "of the ceiling", "GB"]
+  titles = ["T", "p", "d", *(f"{title} f / f+b" for title in both_ways)]
   line = ROTATED_LINE if args.rotated else LINE
   print(line.format(*titles, "rotated cuDNN ms f / f+b, ratio"))
   rows = []

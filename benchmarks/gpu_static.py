@@ -125,9 +125,7 @@ def overwritten(program: str) -> int:
       if "gsb0" in text:
         under_way.append(set())
     elif written := re.match(r"(?!ST|RED|BAR|R2UR|UTMA|\w*SETP)(\S+)\s+(?:U?P\w+, )*R(\d+)\b", text):
-      matrices = re.fullmatch(r"LDSM\.16\.MT?88\.(\d)", written[1])
-      many = 4 if ".128" in written[1] else 2 if re.search(r"\.64|WIDE", written[1]) else 1
-      many = int(matrices[1]) if matrices else many
+      many = 4 if re.search(r"\.128|88\.4", written[1]) else 2 if re.search(r"\.64|WIDE|88\.2", written[1]) else 1
       first = int(written[2])
       found += any(not group.isdisjoint(range(first, first + many)) for group in under_way)
   return found

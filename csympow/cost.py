@@ -8,7 +8,7 @@ length, and near the crossing either will do. docs/forms.md derives the counts a
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -155,30 +155,26 @@ def choose(
   return min(plans, key=lambda plan: plan.seconds * plan.with_backward)
 
 
-def attention_share(
-  plan: Plan, shape: Shape, chunk_size: int | None, implementations: dict[Implementation, tuple[Form, ...]]
-) -> float:
-  """Of all pairs of tokens, how many gates may leave for the attention form to be faster all the same.
+class Instead(NamedTuple):
+  """Where "auto" that has chunks on a GPU takes the attention form all the same, by what is known later."""
 
-  For "auto" that has this plan on a GPU, beyond p=2, where chunks do not find that out by themselves; 0: none.
-  """
-  if (plan.form, plan.implementation) != ("chunked", "pallas") or shape.power == 2 or shape.needs_state:
-    return 0.0
+  alone: bool = False  # in a pass without gradients
+  share: float = 0.0  # in a call whose gates leave less than that of all pairs of tokens
+
+
+def attention_instead(
+  plan: Plan, shape: Shape, chunk_size: int | None, implementations: dict[Implementation, tuple[Form, ...]]
+) -> Instead:
+  """Of the plan for both passes. Chunks of p=2 find out by themselves what gates leave."""
+  if (plan.form, plan.implementation) != ("chunked", "pallas") or shape.needs_state:
+    return Instead()
   other = choose(shape, "attention", chunk_size, "gpu", implementations)
   if other.implementation != "pallas":
-    return 0.0
-  return plan.seconds * plan.with_backward / (other.seconds * other.with_backward)
-
-
-def attention_alone(
-  plan: Plan, shape: Shape, chunk_size: int | None, implementations: dict[Implementation, tuple[Form, ...]]
-) -> bool:
-  """Whether a pass without gradients is the attention form's, for "auto" that has this plan on a GPU."""
+    return Instead()
+  if shape.power != 2:
+    return Instead(share=plan.seconds * plan.with_backward / (other.seconds * other.with_backward))
   whole = shape.head_dim % STATE_WIDTH == shape.value_dim % STATE_WIDTH == 0  # others are filled up for states
-  if (plan.form, plan.implementation, shape.power) != ("chunked", "pallas", 2) or shape.needs_state or not whole:
-    return False
-  other = choose(shape, "attention", chunk_size, "gpu", implementations)
-  return other.implementation == "pallas" and other.seconds < plan.seconds
+  return Instead(alone=whole and other.seconds < plan.seconds)
 
 
 def _plan(form: Form, sizes: tuple[int, int, int], flops: int, traffic: int, steps: int, device: Device) -> Plan:

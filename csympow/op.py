@@ -216,11 +216,13 @@ def _explained(
       for x in (plan, *others)
     ]
     reason = f"estimated on {device}: {'; '.join(estimates)}"
-    given = plan, shape, chunk_size, allowed
-    if device == "gpu" and not split and cost.attention_alone(*given):
+    on_gpu = device == "gpu" and not split
+    instead = cost.attention_instead(plan, shape, chunk_size, allowed) if on_gpu else cost.Instead()
+    if instead.alone:
       reason += "; a pass without gradients is the attention form's"
-    if device == "gpu" and not split and (share := cost.attention_share(*given)):
-      reason += f"; a call is the attention form's if its gates leave less than {share:.0%} of all pairs to be read"
+    if instead.share:
+      least = f"{instead.share:.0%} of all pairs"
+      reason += f"; a call is the attention form's if its gates leave less than {least} to be read"
   else:
     reason = f"form={form!r} was asked for; estimated forward time on {device}: {plan.seconds * 1e3:.3g} ms"
   size = plan.block if plan.form == "attention" else plan.chunk
@@ -349,10 +351,8 @@ def _way_on(
   plan = cost.choose(shape, form, chunk_size, chip, allowed)
   settings = _settings(shape.power, plan, dtype, chip)
   if form == "auto" and chip == "gpu":
-    given = plan, shape, chunk_size, allowed
-    settings = settings._replace(
-      attention_alone=cost.attention_alone(*given), attention_share=cost.attention_share(*given)
-    )
+    instead = cost.attention_instead(plan, shape, chunk_size, allowed)
+    settings = settings._replace(attention_alone=instead.alone, attention_share=instead.share)
   how = {"form": plan.form, "implementation": plan.implementation, "settings": settings}
   return dispatch.Way(plan.implementation, functools.partial(_attend, **how, return_state=shape.needs_state))
 

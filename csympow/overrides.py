@@ -73,12 +73,13 @@ def _run(file: Path, schema: type) -> Any:
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)
-    config = module.get_config() if hasattr(module, "get_config") else None
+    make = getattr(module, "get_config", None)
+    config = make() if make else None
   except ConfigError:
     raise
   except (Exception, SystemExit) as error:  # whatever a user's file raises is the user's to read
     raise ConfigError(f"{file}: {type(error).__name__}: {' '.join(str(error).split())}") from error
-  if not hasattr(module, "get_config"):
+  if make is None:
     raise ConfigError(f"--config must be a Python file with get_config(), and {file} has no get_config()")
   if not isinstance(config, schema):
     wanted = f"{schema.__module__}.{schema.__name__}"

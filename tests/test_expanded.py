@@ -118,9 +118,9 @@ def test_chunks_in_turn_are_the_whole(monkeypatch, entry, length):
   assert settings_seen == {"expanded"}
 
 
-@pytest.mark.parametrize("by_chunks", [slow(True), False])
+@pytest.mark.parametrize(("by_chunks", "gradients"), [(False, True), (True, False), slow(True, True)])
 @pytest.mark.usefixtures("long")
-def test_a_call_whose_gates_leave_little_is_the_attention_form(by_chunks, monkeypatch):
+def test_a_call_whose_gates_leave_little_is_the_attention_form(by_chunks, gradients, monkeypatch):
   case = Case(T=3 * TILE, B=1, H=2, groups=2, d=4, dv=4, power=4, entry="attention")
   x, rest = inputs(case)
   share = float(visible.share_in_sight(x["log_gate"]))
@@ -134,8 +134,8 @@ def test_a_call_whose_gates_leave_little_is_the_attention_form(by_chunks, monkey
   monkeypatch.setattr(fused, "attend", only_one)
   most = in_turn._MORE * share * (0.9 if by_chunks else 1.1)
   settings = Settings(4, TILE, TILE, TILE, "highest", attention_share=most, interpret=plgpu.InterpretGPUParams())
-  run, weights = comparing.by_kernels(case, "chunked", settings), cotangents(case)
-  results = comparing.quick_jit(lambda x, w: comparing.with_gradients(lambda x: run(x, rest), x, w))(x, weights)
+  run, weights = functools.partial(comparing.by_kernels(case, "chunked", settings), rest=rest), cotangents(case)
+  results = comparing.quick_jit(lambda x: comparing.with_gradients(run, x, weights) if gradients else run(x))(x)
   expected = comparing.quadratic_results(x, rest, weights, power=4)
   assert_results_close(jax.tree.map(np.asarray, results), expected, 1e-4)
 

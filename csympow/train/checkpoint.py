@@ -117,7 +117,9 @@ class Checkpoints:
         damage[step] = f"checkpoint {step} is damaged ({error})"
         continue
       remarks += [f"{told}; moved to {_set_aside(self._directory / str(bad))}" for bad, told in damage.items()]
-      return step, [*remarks, *([f"going on from checkpoint {step}"] if damage else [])]
+      if damage:
+        remarks.append(f"going on from checkpoint {step}")
+      return step, remarks
     if damage:  # and stay where they are, or the same command again would begin anew
       told = "; ".join([*remarks, *damage.values()])
       raise ConfigError(f"{told}; no other is left: move {self._directory} away to start over")
