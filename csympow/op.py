@@ -14,7 +14,7 @@ from csympow import cost, dispatch, implementations, rotation, validation
 from csympow.checks import validated
 from csympow.cost import Explanation, Implementation
 from csympow.features import feature_dim
-from csympow.forms import carried, chunked, fused, fused_chunked, fused_step, in_turn, near, recurrent, rotating
+from csympow.forms import carried, chunked, fused, fused_chunked, fused_step, in_turn, near, recurrent, rotating, scales
 from csympow.forms.memory import Memory
 from csympow.forms.spans import Settings
 from csympow.gates import effective_log_gate
@@ -284,19 +284,20 @@ def _prepare(
     if valid is not None:
       beta = jnp.where(valid[..., None], beta, 0.0)
     rates = rates.astype(jnp.float32)
-    turns, last = rotation.phases(beta, rates, starts=starts, initial=initial, kernel=totals)
+    how: dict[str, Any] = {"starts": starts, "known": rotation.totals(beta, starts, totals), "kernel": totals}
+    turns, last = rotation.phases(beta, rates, initial=initial, **how)
     if for_kernels:
-      turns, _ = rotation.phases(lax.stop_gradient(beta), rates, starts=starts, initial=initial, kernel=totals)
-      total, _ = rotation.phases(beta, 2 * jnp.pi + 0 * lax.stop_gradient(rates[:1]), starts=starts, kernel=totals)
+      turns, _ = rotation.phases(lax.stop_gradient(beta), rates, initial=initial, **how)
+      total, _ = rotation.phases(beta, 2 * jnp.pi + 0 * lax.stop_gradient(rates[:1]), **how)
       turns, total = (jnp.broadcast_to(x, (batch, time, heads, x.shape[-1])) for x in (turns, total))
-      factors = rotation.factors(beta, rates, (batch, time, heads), starts=starts, initial=initial, kernel=totals)
+      factors = rotation.factors(beta, rates, (batch, time, heads), initial=initial, **how)
       remaining = rotating.Rotation(turns, total[..., 0], lax.stop_gradient(rates), factors)
     else:
       q, k = rotation.rotate(q, turns[..., None, :]), rotation.rotate(k, turns)
     phase = last + jnp.zeros_like(phase)
 
   if not for_kernels or state is not None:
-    q = _unit(q.astype(jnp.float32))
+    q = scales.unit(q.astype(jnp.float32))
   return _Prepared(
     q=q if scale is None else q * jnp.where(scale == 0, 0.0, 1.0).astype(q.dtype),  # the normalisation cancels all else
     k=k,
@@ -306,21 +307,6 @@ def _prepare(
     phase=phase,
     rotation=remaining,
   )
-
-
-def _unit(q: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
-  """Queries scaled to about unit length, which the normalisation cancels: no power of a score can over- or underflow.
-
-  By a power of two, so that they fit 16 bits if they did; as to gradients, as if by their length, which leaves none
-  along a query.
-  """
-  largest = lax.stop_gradient(jnp.max(jnp.abs(q), axis=-1, keepdims=True))
-  found = largest != 0  # NaN is found too, and stays
-  q = jnp.where(found, q / jnp.where(found, largest, 1.0), 0.0)
-  squared = jnp.where(found, jnp.sum(q * q, axis=-1, keepdims=True), 1.0)
-  # A query of the length 2 ** (a + b) r s, where its largest coordinate is 2 ** a r, is divided by 2 ** (a + b - 1).
-  r, s = (jnp.frexp(x)[0] for x in (largest, jnp.sqrt(lax.stop_gradient(squared))))
-  return q * lax.rsqrt(squared) * (2 * r * s)
 
 
 def _equally_varying(tree: Any) -> Any:
@@ -423,7 +409,6 @@ def _chunked_by_kernels(
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
   """`chunked.attend` by the kernels for this power and chip; `few` tokens beside a state by the attention form's."""
   if settings.power != 2:
-    x = x if memory is not None else x._replace(q=_unit(x.q.astype(jnp.float32)))
     return in_turn.attend(x, memory, settings, dtype, return_memory)
   if settings.chip == "tpu":
     return carried.attend(x, memory, settings, dtype, return_memory)

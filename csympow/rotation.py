@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from csympow.checks import came, is_count, require, validated
 from csympow.prefix import Total, TotalsKernel, prefix_sum, two_sum
+from kernels_pallas.sums import leading_bits
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -57,24 +58,40 @@ def rotated_pairs(
   return even * cos - odd * sin, even * sin + odd * cos
 
 
+def totals(
+  beta: Float[Array, "#B T #H"], starts: Bool[Array, "#B T"] | None = None, kernel: TotalsKernel | None = None
+) -> Total:
+  """Of the betas of the run so far: constants. A `kernel` is what sums over time, if not XLA."""
+  beta, restarts = _by_runs(lax.stop_gradient(beta), starts)
+  return prefix_sum(beta, restarts, kernel=kernel)
+
+
+def _by_runs(
+  beta: Float[Array, "#B T #H"], starts: Bool[Array, "#B T"] | None
+) -> tuple[Float[Array, "_ T _"], Bool[Array, "_ T 1"] | None]:
+  """Betas for every sequence whose runs are told, and where these begin as `prefix_sum` wants to know it."""
+  if starts is None:
+    return beta, None
+  return jnp.broadcast_to(beta, starts.shape + beta.shape[2:]), starts[..., None]
+
+
 def phases(
   beta: Float[Array, "#B T #H"],
   rates: Float[Array, "r"],
   *,
   starts: Bool[Array, "#B T"] | None = None,
   initial: Float[Array, "b h r"] | None = None,
+  known: Total | None = None,
   kernel: TotalsKernel | None = None,
 ) -> tuple[Float[Array, "_ T _ r"], Float[Array, "_ _ r"]]:
   """The phase at every token, in turns, given the exact float32 values of beta and the rates; and that to carry over.
 
   A run that begins at a token in `starts` begins at phase 0; the first run continues from `initial`. The second result
-  is the last token's phase as a state holds it, in [0, 1). A `kernel` is what sums over time, if not XLA.
+  is the last token's phase as a state holds it, in [0, 1). `known` are the betas' `totals`, if somebody has them.
   """
-  restarts = None
-  if starts is not None:
-    restarts = starts[..., None]
-    beta = jnp.broadcast_to(beta, starts.shape + beta.shape[2:])
-  turned = _turns(beta, rates, restarts, kernel)
+  known = totals(beta, starts, kernel) if known is None else known
+  beta, restarts = _by_runs(beta, starts)
+  turned = _turns(beta, rates, restarts, known, kernel)
   start = jnp.zeros_like(turned.hi[:, :1]) if initial is None else initial[:, None]
   if restarts is not None:
     start = jnp.where((jnp.cumsum(restarts, axis=1) == 0)[..., None], start, 0.0)
@@ -91,6 +108,7 @@ class Phases(NamedTuple):
   cycles: Total  # turns per unit of beta, r
   start: Float[Array, "B H r"] | None
   run: Float[Array, "B T H"] | None  # how often a run has begun; None: never
+  beta: Float[Array, "B T H"] | None = None  # for who would rather sum them up; None: runs begin
 
 
 def factors(
@@ -100,15 +118,16 @@ def factors(
   *,
   starts: Bool[Array, "B T"] | None = None,
   initial: Float[Array, "B H r"] | None = None,
+  known: Total | None = None,
   kernel: TotalsKernel | None = None,
 ) -> Phases:
   """What `phases` multiplies out, of B, T and H tokens and heads."""
   beta, rates, initial = lax.stop_gradient((beta, rates, initial))
-  restarts = None if starts is None else starts[..., None]
-  if starts is not None:
-    beta = jnp.broadcast_to(beta, starts.shape + beta.shape[2:])
-  total = Total(*(jnp.broadcast_to(x, shape) for x in prefix_sum(beta, restarts, kernel=kernel)))
-  run = None if restarts is None else jnp.broadcast_to(jnp.cumsum(restarts, axis=1, dtype=jnp.float32), shape)
+  known = totals(beta, starts, kernel) if known is None else known
+  total = Total(*(jnp.broadcast_to(x, shape) for x in known))
+  if starts is None:
+    return Phases(total, _cycles(rates), initial, None, jnp.broadcast_to(beta, shape))
+  run = jnp.broadcast_to(jnp.cumsum(starts[..., None], axis=1, dtype=jnp.float32), shape)
   return Phases(total, _cycles(rates), initial, run)
 
 
@@ -143,41 +162,43 @@ def _hashed(units: Float[Array, "B H r"]) -> Float[Array, "B H r"]:
   return (bits >> 8).astype(jnp.float32) / _GRID
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _turns(
   beta: Float[Array, "B T H"],
   rates: Float[Array, "r"],
   restarts: Bool[Array, "B T 1"] | None,
+  total: Total,
   kernel: TotalsKernel | None,
 ) -> Total:
-  """The phase turned through since the run's start, modulo 1, B T H r."""
-  total = prefix_sum(beta, restarts, kernel=kernel)
+  """The phase turned through since the run's start, modulo 1, B T H r; `total` is that of the betas."""
+  del beta, restarts, kernel
   return product_modulo_one(Total(total.hi[..., None], total.lo[..., None]), _cycles(rates))
 
 
-type _Saved = tuple[Float[Array, "B T H"], Float[Array, "r"], Bool[Array, "B T 1"] | None]
+type _Saved = tuple[Total, Float[Array, "r"], Bool[Array, "B T 1"] | None]
 
 
 def _turns_forward(
   beta: Float[Array, "B T H"],
   rates: Float[Array, "r"],
   restarts: Bool[Array, "B T 1"] | None,
+  total: Total,
   kernel: TotalsKernel | None,
 ) -> tuple[Total, _Saved]:
-  return _turns(beta, rates, restarts, kernel), (beta, rates, restarts)
+  return _turns(beta, rates, restarts, total, kernel), (total, rates, restarts)
 
 
 def _turns_backward(
   kernel: TotalsKernel | None, saved: _Saved, cotangents: Total
-) -> tuple[Float[Array, "B T H"], Float[Array, "r"], None]:
+) -> tuple[Float[Array, "B T H"], Float[Array, "r"], None, None]:
   """The phase at i depends on beta_j for j <= i in the same run: a sum backwards that begins anew where a run ends."""
-  beta, rates, restarts = saved
+  total, rates, restarts = saved
   dturns = cotangents.hi
   ends = None if restarts is None else jnp.roll(restarts, -1, axis=1).at[:, -1].set(False)
   dtotal = jnp.einsum("bthr,r->bth", dturns, rates, precision="highest") / (2 * jnp.pi)
   dbeta = prefix_sum(dtotal, ends, reverse=True, kernel=kernel).hi
-  drates = jnp.sum(dturns * prefix_sum(beta, restarts, kernel=kernel).hi[..., None], axis=(0, 1, 2)) / (2 * jnp.pi)
-  return dbeta, drates, None
+  drates = jnp.sum(dturns * total.hi[..., None], axis=(0, 1, 2)) / (2 * jnp.pi)
+  return dbeta, drates, None, None
 
 
 _turns.defvjp(_turns_forward, _turns_backward)
@@ -185,8 +206,7 @@ _turns.defvjp(_turns_forward, _turns_backward)
 
 def halves(x: Float[Array, "..."]) -> Total:
   """X as a sum of two float32s of 12 significant bits: the product of two such halves is exact."""
-  bits = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0xFFFFF000)
-  hi = lax.bitcast_convert_type(bits, jnp.float32)
+  hi = leading_bits(x)
   return Total(hi, x - hi)
 
 

@@ -5,6 +5,9 @@ They are made of additions alone: a compiler that contracts a * b + c into one r
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 type Pair = Sequence[Array]  # a number's high and low half
@@ -21,3 +24,8 @@ def add_pairs(left: Pair, right: Pair) -> tuple[Array, Array]:
   """The sum of two numbers, to 48 bits."""
   total, lost = two_sum(left[0], right[0])
   return two_sum(total, lost + (left[1] + right[1]))
+
+
+def leading_bits(x: Float[Array, "..."]) -> Float[Array, "..."]:
+  """X cut off after 12 significant bits: a product of two such numbers is exact."""
+  return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & np.int32(-(2**12)), jnp.float32)

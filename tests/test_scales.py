@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from csympow import op
 from csympow.forms import near, scales
 from csympow.forms.spans import Settings
 from csympow.prefix import prefix_sum
@@ -111,7 +110,7 @@ def test_queries_beside_a_state_are_scaled_by_a_power_of_two_and_nothing_pulls_a
   random = np.random.default_rng(0)
   q, dq = (jnp.asarray(random.normal(size=(1000, 64)), jnp.bfloat16).astype(jnp.float32) for _ in range(2))
   q = q * 10.0 ** random.integers(-30, 30, (1000, 1)).astype(np.float32)
-  unit, transpose = jax.vjp(op._unit, q)
+  unit, transpose = jax.vjp(scales.unit, q)
   ratio = np.float64(unit) / np.float64(q)
   np.testing.assert_allclose(ratio, np.exp2(np.round(np.log2(ratio[:, :1]))) * np.ones_like(ratio), rtol=1e-6)
   length = np.linalg.norm(np.float64(unit), axis=1)
@@ -120,5 +119,5 @@ def test_queries_beside_a_state_are_scaled_by_a_power_of_two_and_nothing_pulls_a
   pulled, q64 = (np.float64(x) for x in (*transpose(dq), q))
   along = np.sum(pulled * q64, axis=1) / (np.linalg.norm(pulled, axis=1) * np.linalg.norm(q64, axis=1))
   assert np.abs(along).max() < 1e-6
-  nothing, transpose = jax.vjp(op._unit, 0 * q)
+  nothing, transpose = jax.vjp(scales.unit, 0 * q)
   np.testing.assert_array_equal(np.stack([nothing, *transpose(dq)]), 0)

@@ -112,6 +112,26 @@ def test_gates_of_tiles_are_those_of_float64(interpret, shape, power):
   np.testing.assert_array_equal(found.largest, np.swapaxes(sizes, 1, 2))
 
 
+# In a block with others that is not full, and with tiles that there are not; blocks of several sequences.
+@pytest.mark.parametrize("interpret", WHERE)
+@pytest.mark.parametrize("shape", [(3, 2, 3 * TILE), (9, 2, 4 * TILE)], ids=str)
+def test_betas_are_summed_up_beside_gates(interpret, shape):
+  random = np.random.default_rng(1)
+  x, beta = np.float32(-random.uniform(size=shape)), np.float32(random.uniform(size=shape) * 2)
+  beta[0, 0, 5], beta[0, 0, TILE + 3] = 1e5, -1e5  # a float32 total would lose what follows
+  run = jax.jit(functools.partial(gates, interpret=interpret))
+  found, alone = run(x, beta=beta), run(x)
+  for with_betas, without in zip(found[:4], alone[:4], strict=True):
+    np.testing.assert_array_equal(with_betas, without)
+
+  parts = np.cumsum(beta, axis=-1, dtype=np.float64).reshape(*shape[:2], -1, ROWS)
+  assert_total(found.turning.first, parts[..., 0], 31)
+  since = np.asarray(found.turning.since, np.float64)
+  expected = (parts - parts[..., :1]).reshape(shape)
+  np.testing.assert_allclose(since[0] + since[1], expected, rtol=2e-7, atol=2e-6)
+  np.testing.assert_array_equal(np.asarray(found.turning.since[0]).view(np.uint32) % 2**12, 0)  # 12 bits
+
+
 @pytest.mark.parametrize("interpret", WHERE)
 @pytest.mark.parametrize(
   ("count", "d", "reverse", "begins"),

@@ -93,7 +93,7 @@ def backward(
   Both states' are in the scale of the kernels, about 0.
   """
   dtokens, dinitial = found
-  total, _, start, run = (None,) * 4 if rotation is None else rotation.phases
+  total, _, start, run, _ = (None,) * 5 if rotation is None else rotation.phases
   given = _Parts((_Given.of(x, log_gate, head_dim), cotangents[0], total, run), (initial, cotangents[1], start))
 
   def attend_backwards(place: _Place) -> _Parts:

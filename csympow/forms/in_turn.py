@@ -20,7 +20,7 @@ _MORE = 1.4  # is read than gates alone leave
 def attend(
   x: near.Tokens, memory: Memory | None, settings: Settings, dtype: DTypeLike, return_memory: bool
 ) -> tuple[Float[Array, "B T H g dv"], Memory | None]:
-  """`chunked.attend` with y in `dtype`. Queries are of about unit length, chunks whole BLOCKs."""
+  """`chunked.attend` with y in `dtype`. Queries beside a state are of about unit length, chunks whole BLOCKs."""
   time = x.k.shape[1]
   may_fade = settings.attention_share > 0 and may_spare_states(time, settings)
   if not may_fade or memory is not None or return_memory:
@@ -30,7 +30,6 @@ def attend(
     return _attend(x, None, settings, dtype, return_memory=False)[0]
 
   def by_keys(x: near.Tokens) -> Float[Array, "B T H g dv"]:
-    x = x._replace(q=x.q.astype(dtype))  # which is exact: they are those given times a power of two
     return fused.attend(x, None, settings._replace(chunk=time), dtype, return_memory=False)[0]
 
   much = _MORE * share_in_sight(lax.stop_gradient(x.log_gate)) > settings.attention_share
@@ -44,6 +43,7 @@ def _attend(
   count, settings = x.k.shape[1] // settings.chunk, settings._replace(states="expanded")
   longest = jnp.zeros_like(x.k[:, 0, :, 0], jnp.int32)
   if memory is None:  # then all keys can be scaled alike, and no power of them is out of range
+    x = x._replace(q=scales.unit(x.q.astype(jnp.float32)))
     longest = lax.stop_gradient(near.exponents(x).top)
     memory = empty(x.k.astype(jnp.float32), x.v, settings.power)
   k = (x.k * scales.power_of_two(-longest)[:, None]).astype(x.k.dtype)

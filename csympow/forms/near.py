@@ -74,7 +74,8 @@ class Operands(NamedTuple):
   exponent: Int[Array, "B T H"]  # keys were divided by 2 to this: 0 as they were given
   top: Int[Array, "B H"]  # that of the longest key: weights are divided by 2 to p times this
   has_state: Int[Array, "B H"] | None = None  # 1 or 0: see visible.Visible
-  angles: Angles | None = None  # by which the kernel is to rotate queries
+  rounded_q: BFloat16[Array, "B T Hq d"] | None = None  # where the forward kernel has left them
+  angles: Angles | None = None  # by which the forward kernel rotates queries, and their gradients are rotated back
 
   @property
   def seen(self) -> Visible:
@@ -177,8 +178,9 @@ def operands(x: Tokens, settings: Settings, *, with_state: bool, save: bool) -> 
 def _with_given_queries(x: Tokens, settings: Settings) -> Operands:
   """Of queries that are not copied, whose exponents the forward pass finds, and keys with one copy if rotated."""
   batch, time, heads, head_dim = x.k.shape
-  room, turned, power, interpret = _room(x.rotation), angles(x.rotation), settings.power, settings.interpret
-  if turned is None:
+  room, power, interpret = _room(x.rotation), settings.power, settings.interpret
+  turned: Angles | None = None
+  if x.rotation is None:
     known, fold, largest = _gates_of_keys(x, settings)
     # As `scales.of_keys` has it but for keys that are all 0, whose queries may be anything below 2 ** 125 then.
     largest = jnp.where(largest < jnp.inf, largest, 0.0)
@@ -186,7 +188,9 @@ def _with_given_queries(x: Tokens, settings: Settings) -> Operands:
     exponent, of_all = jnp.zeros(x.k.shape[:-1], jnp.int32), top
     log_scale = jnp.zeros_like(known.since_start)
   else:
-    found = gates.gates(by_head(x.log_gate), interpret=interpret)
+    beta = x.rotation.phases.beta
+    found = gates.gates(by_head(x.log_gate), beta=None if beta is None else by_head(beta), interpret=interpret)
+    turned = angles(x.rotation, found.turning)
     known = _Gates(found.since_start, found.decay, found.totals)
     plain, largest = copies(x.k, [Copy(jnp.float16)], room=room, angles=turned, interpret=interpret)
     exponent, top = scales.of_keys(jnp.swapaxes(largest, 1, 2), room)
@@ -298,8 +302,9 @@ def forward(
   y = attention_forward.forward(x.q, x.keys, x.v, angles=x.angles, **how, alike=all_alike(x.q.shape[1]))
   if y.exponent is not None:
     x = x._replace(q_exponent=jnp.moveaxis(y.exponent, 1, 2).reshape(x.q_exponent.shape))
-  x = x._replace(angles=None)
-  return y._replace(scaled=None, exponent=None), x if y.scaled is None else x._replace(q=y.scaled)
+  if y.scaled is not None:
+    x = x._replace(q=y.scaled, rounded_q=y.rounded)
+  return y._replace(scaled=None, rounded=None, exponent=None), x
 
 
 def states_of(x: Tokens, G: Total, settings: Settings, gradients: bool) -> Int[Array, "B H"]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from csympow.forms import backwards, scales
 from csympow.forms.near import Operands, filled_up
-from csympow.forms.rotating import Rotation, angles, torque
+from csympow.forms.rotating import Rotation, angles, torque, twice
 from csympow.forms.spans import Settings, by_head
 from kernels_pallas.gpu import arrays, attention_backward, attention_backward_wide, gradients
 from kernels_pallas.gpu.angles import Angles
@@ -36,6 +36,7 @@ def backward(
   """
   group = x.q_exponent.shape[-1]
   gate = jnp.repeat(x.keys.gate, group, axis=1)
+  rounded_q = x.rounded_q if rounded_q is None else rounded_q
   if rounded_q is None and x.keys.top is None:
     rounded_q = scales.rounded(x.q, scales.BFLOAT16).astype(jnp.bfloat16)
   rows = attention_backward.Rows(
@@ -93,8 +94,14 @@ def way_back_of(
   """
   if x.keys.top is not None or not (x.keys.folded is None or _wide(x.q, x.v)):
     return None
-  turned_by = angles(rotation) if turned_by is None else turned_by
+  turned_by = _known_angles(x, rotation, turned_by)
   return attention_backward.WayBack(_factor(x.exponent, power), turned_by, _speed(rotation, power))
+
+
+def _known_angles(x: Operands, rotation: Rotation | None, turned_by: Angles | None) -> Angles | None:
+  """Those that the caller has, or the forward pass had."""
+  known = x.angles if turned_by is None else turned_by
+  return angles(rotation) if known is None else known
 
 
 def _factor(exponent: Int[Array, "B T H"], power: int) -> Float[Array, "B H T"]:
@@ -105,7 +112,7 @@ def _factor(exponent: Int[Array, "B T H"], power: int) -> Float[Array, "B H T"]:
 
 def _speed(rotation: Rotation | None, power: int) -> Float[Array, "d"] | None:
   """Of each coordinate, by which a beta turns it, times p."""
-  return None if rotation is None else jnp.repeat(power * rotation.rates, 2)
+  return None if rotation is None else twice(power * rotation.rates)
 
 
 def pulls(
@@ -141,7 +148,7 @@ def finished(
   `turned_by`: the rotation's angles, where the caller has them already.
   """
   power, (batch, time, heads, group) = settings.power, x.q_exponent.shape
-  turned_by, speed = angles(rotation) if turned_by is None else turned_by, _speed(rotation, power)
+  turned_by, speed = _known_angles(x, rotation, turned_by), _speed(rotation, power)
 
   def back(
     x: Array,

@@ -4,12 +4,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from csympow.forms.spans import by_head, for_each, in_spans
 from csympow.prefix import Total, add
 from csympow.rotation import Phases, halves, product_modulo_one, rotate
 from kernels_pallas.gpu.angles import Angles
+from kernels_pallas.gpu.gates import Totals
 from kernels_pallas.gpu.tiles import ROWS
 
 
@@ -33,7 +34,7 @@ def padded(rotation: Rotation | None, more: int, width: int) -> Rotation | None:
     return None
   rest = (0, width // 2 - rotation.turns.shape[-1])
   tokens = ((0, 0), (0, more), (0, 0))
-  total, cycles, start, run = rotation.phases
+  total, cycles, start, run, beta = rotation.phases
   return Rotation(
     turns=jnp.pad(rotation.turns, (*tokens, rest)),
     total=jnp.pad(rotation.total, tokens),
@@ -43,6 +44,7 @@ def padded(rotation: Rotation | None, more: int, width: int) -> Rotation | None:
       cycles=Total(*(jnp.pad(x, (rest,)) for x in cycles)),
       start=None if start is None else jnp.pad(start, ((0, 0), (0, 0), rest)),
       run=None if run is None else jnp.pad(run, tokens),
+      beta=None if beta is None else jnp.pad(beta, tokens),
     ),
   )
 
@@ -81,7 +83,7 @@ def unrotated(
 
 def turns_of(phases: Phases) -> Float[Array, "B T H r"]:
   """What `phases` multiply out to: a rotation's turns."""
-  total, cycles, start, run = phases
+  total, cycles, start, run, _ = phases
   turns = product_modulo_one(Total(*(x[..., None] for x in total)), cycles).hi
   if start is None:
     return turns
@@ -89,30 +91,49 @@ def turns_of(phases: Phases) -> Float[Array, "B T H r"]:
   return turns + counts * start[:, None]
 
 
-def angles(rotation: Rotation | None) -> Angles | None:
-  """What kernels rotate by."""
+def angles(rotation: Rotation | None, totals: Totals | None = None) -> Angles | None:
+  """What kernels rotate by; the `totals` of betas may be known already, where no run begins."""
   if rotation is None:
     return None
-  total, cycles, start, run = rotation.phases
+  if totals is not None:
+    return _angles(rotation, Total(*totals.first), totals.since)
+  total, _, _, run, _ = rotation.phases
   total, first = _with_first(total)
-  turns = product_modulo_one(Total(*(x[:, :, 0, :, None] for x in first)), cycles).hi
-  same = None
+  before, same, counts = for_each(by_head, first), None, None
   if run is not None:
     runs, first_run = _with_first(run)
     same = (runs == first_run).astype(jnp.float32)
     first = for_each(lambda x: x * same, first)
-  if start is not None:
-    counts = 1.0 if run is None else (first_run == 0)[:, :, 0, :, None]
-    turns = turns + counts * start[:, None]
-  whole, rest = halves(cycles.hi)
+    same, counts = by_head(same), by_head(first_run == 0)[..., None]
   more = add(total, for_each(jnp.negative, first))
-  since, rest_of_since = halves(more.hi)
+  since, rest = halves(more.hi)
+  return _angles(rotation, before, jnp.stack([by_head(since), by_head(rest + more.lo)]), same, counts)
+
+
+def _angles(
+  rotation: Rotation,
+  first: Total,
+  since: Float[Array, "2 B H T"],
+  same: Float[Array, "B H T"] | None = None,
+  counts: Bool[Array, "B H n 1"] | None = None,
+) -> Angles:
+  """From the total at each tile's first token; a state's phase comes to it, unless it does not count there."""
+  cycles, start = rotation.phases.cycles, rotation.phases.start
+  turns = product_modulo_one(Total(*(x[..., None] for x in first)), cycles).hi
+  if start is not None:
+    turns = turns + (1.0 if counts is None else counts) * start[:, :, None]
+  whole, rest = halves(cycles.hi)
   return Angles(
-    first=jnp.repeat(jnp.moveaxis(turns, 1, 2), 2, axis=-1),
-    since=jnp.stack([by_head(since), by_head(rest_of_since + more.lo)], axis=2),
-    cycles=jnp.repeat(jnp.stack([whole, rest + cycles.lo]), 2, axis=-1),
-    same=None if same is None else by_head(same),
+    first=jnp.repeat(turns, 2, axis=-1),
+    since=since,
+    cycles=jnp.stack([twice(whole), twice(rest + cycles.lo)]),
+    same=same,
   )
+
+
+def twice(x: Float[Array, "r"]) -> Float[Array, "d"]:
+  """For both coordinates of each pair, such that XLA computes it when it compiles, if it can."""
+  return jnp.stack([x, x], axis=-1).reshape(-1)
 
 
 def _with_first(x: Any) -> tuple[Any, Any]:

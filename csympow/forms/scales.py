@@ -57,3 +57,18 @@ def largest(x: Float[Array, "*lead d"]) -> Float[Array, "*lead"]:
 def exponent(largest: Float[Array, "*lead"]) -> Int[Array, "*lead"]:
   """The e with 2 ** (e - 1) <= the largest coordinate < 2 ** e."""
   return jnp.maximum((lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 126, LEAST)
+
+
+def unit(q: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
+  """Queries scaled to about unit length, which the normalisation cancels: no power of a score can over- or underflow.
+
+  By a power of two, so that they fit 16 bits if they did; as to gradients, as if by their length, which leaves none
+  along a query.
+  """
+  largest = lax.stop_gradient(jnp.max(jnp.abs(q), axis=-1, keepdims=True))
+  found = largest != 0  # NaN is found too, and stays
+  q = jnp.where(found, q / jnp.where(found, largest, 1.0), 0.0)
+  squared = jnp.where(found, jnp.sum(q * q, axis=-1, keepdims=True), 1.0)
+  # A query of the length 2 ** (a + b) r s, where its largest coordinate is 2 ** a r, is divided by 2 ** (a + b - 1).
+  r, s = (jnp.frexp(x)[0] for x in (largest, jnp.sqrt(lax.stop_gradient(squared))))
+  return q * lax.rsqrt(squared) * (2 * r * s)

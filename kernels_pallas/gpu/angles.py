@@ -30,7 +30,7 @@ class Angles(NamedTuple):
   """
 
   first: Float[Array, "B H n d"]  # of each tile of ROWS tokens, modulo 1
-  since: Float[Array, "B H 2 T"]  # the total of betas since then
+  since: Float[Array, "2 B H T"]  # the total of betas since then
   cycles: Float[Array, "2 d"]
   same: Float[Array, "B H T"] | None  # 1, and 0 where another run has begun since: there `first` does not count
 
@@ -47,7 +47,7 @@ class Along(NamedTuple):
 def of_head(angles: Any, b: Any, head: Any) -> Any:
   """References to the `Angles` of one head of a sequence."""
   first, since, cycles, same = angles
-  return Angles(first.at[b, head], since.at[b, head], cycles, None if same is None else same.at[b, head])
+  return Angles(first.at[b, head], since.at[:, b, head], cycles, None if same is None else same.at[b, head])
 
 
 def of_tiles(angles: Any, b: Any, head: Any, tile: Any, many: int) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, Float16, Int
+from jaxtyping import Array, BFloat16, Float, Float16, Int
 
 
 class Keys(NamedTuple):
@@ -35,4 +35,5 @@ class Outputs(NamedTuple):
   low: Float[Array, "B T Hq dv"] | None  # what rounding `high` lost
   normaliser: Float[Array, "B Hq T"]
   scaled: Float[Array, "B T Hq d"] | None = None  # queries that were scaled and rotated here, for the backward pass
+  rounded: BFloat16[Array, "B T Hq d"] | None = None  # the same, if they were rotated and are as wide as values
   exponent: Int[Array, "B Hq T"] | None = None  # they were divided by 2 to this, and by 2 to the keys' `top`, if any

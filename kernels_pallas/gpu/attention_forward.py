@@ -196,6 +196,11 @@ def forward(
       if outputs.scaled is not None:  # now, for which that would have waited, too
         plgpu.copy_smem_to_gmem(queries, outputs.scaled.at[b, rows, head])
         outputs.exponent[b, head, rows] = exponent
+      if outputs.rounded is not None:  # by way of where the rest of y will be
+        copy = low_smem.at[thread]
+        copy[...] = plgpu.load(queries, layout=WGMMA, optimized=False).astype(f32).astype(copy.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(copy, outputs.rounded.at[b, rows, head])
 
       def free(freed, j):
         plgpu.barrier_arrive(freed.at[slot_of(j)])
@@ -499,6 +504,7 @@ def forward(
     low=by_token.update(dtype=jnp.bfloat16) if save_low else None,
     normaliser=by_head,
     scaled=of_q if scaling else None,
+    rounded=of_q.update(dtype=jnp.bfloat16) if scaling and angles is not None and head_dim == value_dim else None,
     exponent=by_head.update(dtype=jnp.int32) if scaling else None,
   )
   unused: Any = plgpu.SMEM((1,), f32)

@@ -80,7 +80,7 @@ def copies(
   until then.
   """
   batch, time, heads, head_dim = x.shape
-  group = 1 if angles is None else heads // angles.since.shape[1]
+  group = 1 if angles is None else heads // angles.first.shape[1]
   parts, shape, f32 = head_dim // WIDTH, (ROWS, WIDTH), jnp.float32
   tiles = time // ROWS
   # Blocks that find nothing to do take their time, too.

@@ -63,7 +63,7 @@ def gradients(
   With a `unit`, a power of two, x is times that, and dx, which would be over it, is not.
   """
   batch, time, heads, head_dim = x.shape
-  sources = angles.since if angles is not None else unit
+  sources = angles.first if angles is not None else unit
   group = 1 if sources is None else heads // sources.shape[1]
   parts, shape, f32, bf16 = head_dim // WIDTH, (ROWS, WIDTH), jnp.float32, jnp.bfloat16
   sums, tiles = 1 if angles is None else 2, time // ROWS

@@ -26,6 +26,7 @@ from kernels_pallas.gpu.tiles import (
   across,
   down,
   index,
+  multiply,
   rounded,
   shared,
   varying_as,
@@ -61,7 +62,7 @@ def _run(x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"] | None, inte
   ends = lax.reduce((tiles, jnp.zeros_like(tiles)), (jnp.float32(0),) * 2, add_pairs, (1,))
   shape, f32 = (ROWS, TILE), jnp.float32
 
-  def sum_up(x_ref, high_ref, low_ref, ones_ref, out_high_ref, out_low_ref, pieces_smem, ones_smem, filled):
+  def sum_up(x_ref, high_ref, low_ref, ones_ref, out_high_ref, out_low_ref, ones_smem, filled, *staging):
     plgpu.copy_gmem_to_smem(ones_ref, ones_smem, filled)
     first = lax.axis_index("block") * ROWS
     given = plgpu.load(x_ref.at[pl.ds(first, ROWS)], layout=WGMMA, optimized=False)
@@ -86,7 +87,7 @@ def _run(x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"] | None, inte
       row_sums(carried, begins <= first - behind), row_sums(of_tiles(first), (begins <= other) & (other < place))
     )
 
-    inside = totals_in_tiles(given, pieces_smem, ones_smem, filled)
+    inside = totals_in_tiles(given, ones_smem, filled, *staging)
     high, low = add_pairs([down(part, shape) for part in before], inside)
     out_high_ref[pl.ds(first, ROWS), :] = high
     out_low_ref[pl.ds(first, ROWS), :] = low
@@ -96,7 +97,7 @@ def _run(x: Float[Array, "B H T"], vectors: Float[Array, "B T H d"] | None, inte
     [tiles, *ends, ones_until_each()],
     vectors,
     outputs=[jax.ShapeDtypeStruct(tiles.shape, f32)] * 2,
-    scratch=memory_of_sums(),
+    scratch=memory_of_sums(interpret),
     blocks=tiles.shape[0] // ROWS,
     name="totals" if vectors is None else "totals_and_sizes",
     interpret=interpret,
@@ -111,31 +112,24 @@ def ones_until_each() -> BFloat16[Array, "tile tile"]:
   return jnp.asarray(np.tri(TILE).T, jnp.bfloat16)
 
 
-def memory_of_sums() -> list[Any]:
-  """Shared memory of `totals_in_tiles`: the pieces, the triangle, and a barrier that tells that it has come."""
-  return [
-    shared((2, _PIECES, ROWS, TILE), jnp.bfloat16),
-    shared((TILE, TILE), jnp.bfloat16),
-    plgpu.Barrier(num_arrivals=1),
-  ]
+def memory_of_sums(interpret: Any) -> list[Any]:
+  """Shared memory of `totals_in_tiles`: the triangle, a barrier that tells that it has come, and for interpreters."""
+  staging = [] if interpret is None else [shared((ROWS, TILE), jnp.bfloat16)]
+  return [shared((TILE, TILE), jnp.bfloat16), plgpu.Barrier(num_arrivals=1), *staging]
 
 
-def totals_in_tiles(x: Float[Array, "rows tile"], pieces_smem: Any, ones_smem: Any, filled: Any) -> Pair:
+def totals_in_tiles(x: Float[Array, "rows tile"], ones_smem: Any, filled: Any, staging: Any = None) -> Pair:
   """The running totals of each row."""
   unit, *parts = _on_grid(x, jnp.abs(x).max(axis=1))
-  for n, part in enumerate(parts):
-    for piece in range(_PIECES):
-      high = rounded(part, jnp.bfloat16)
-      pieces_smem[n, piece] = high
-      part = part - high.astype(jnp.float32)
-  plgpu.commit_smem()
   plgpu.barrier_wait(filled)
 
   def products(*sums: Any) -> tuple[Array, ...]:
-    for n, sum_of_part in enumerate(sums):
-      for piece in range(_PIECES):
-        plgpu.wgmma(sum_of_part, pieces_smem.at[n, piece], ones_smem)
-    plgpu.wgmma_wait(0)
+    for sum_of_part, part in zip(sums, parts, strict=True):
+      for _ in range(_PIECES):
+        high = rounded(part, jnp.bfloat16)
+        multiply(sum_of_part, high, ones_smem, staging)
+        part = part - high.astype(jnp.float32)
+        plgpu.wgmma_wait(0)  # there are no registers for all pieces
     return tuple(sum_of_part[...] for sum_of_part in sums)
 
   accumulator = plgpu.ACC((ROWS, TILE), jnp.float32)
