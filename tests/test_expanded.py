@@ -215,6 +215,9 @@ def test_chunks_in_turn_are_right_on_the_chip(case):
   results, expected = run(x, cotangents(case)), reference(case)
   # A rotation's gradient is the rest of sums that cancel.
   turned = {name: results.pop(name) for name in ("dbeta",) if name in results}
+  if "dZ" in results:  # of dy . y, where dS is of dy: in a short document a single token's, which may all but cancel
+    error = np.linalg.norm(np.asarray(results.pop("dZ"), np.float64) - expected["dZ"])
+    assert error < 8e-3 * max(np.linalg.norm(expected["dZ"]), np.linalg.norm(expected["dS"]))
   assert_results_close(results, expected, TOLERANCE[case.dtype] if case.entry == "attention" else 8e-3)
   assert_results_close(turned, {name: expected[name] for name in turned}, 8e-3)
 

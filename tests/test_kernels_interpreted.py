@@ -152,7 +152,7 @@ def test_chunked_kernels_are_right_in_the_interpreter_and_race_free(case, chunk)
 
 @pytest.mark.parametrize(
   ("case", "detect_races"),
-  [(dataclasses.replace(FORWARD_ONLY, T=100, groups=1, rotation="none"), False), slow(FORWARD_ONLY, True)],
+  [slow(dataclasses.replace(FORWARD_ONLY, T=100, groups=1, rotation="none"), False), slow(FORWARD_ONLY, True)],
   ids=str,
 )
 @pytest.mark.usefixtures("no_races")
