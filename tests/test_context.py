@@ -160,7 +160,7 @@ def test_context_batch_and_heads_are_sharded_together(form):
   assert_the_whole(case, form, mesh_of(data=2, context=2, model=2))
 
 
-@pytest.mark.parametrize("form", ["attention", "chunked"])
+@pytest.mark.parametrize("form", [pytest.param("attention", marks=pytest.mark.slow), "chunked"])
 def test_what_is_left_out_has_its_default_and_nothing_is_quadratic(form):
   """No gates, no rotation, no segments, and three shards, which are no power of two."""
   case, mesh = Case(T=768, gate="none", rotation="none", entry="attention", chunk_size=16), mesh_of(context=3)

@@ -119,7 +119,7 @@ def test_gradients_need_no_more_memory_for_the_choice():
     assert at_choice == needed()
 
 
-@pytest.mark.parametrize("by", ["the arguments", "the state", "the cotangents"])
+@pytest.mark.parametrize("by", [pytest.param("the arguments", marks=pytest.mark.slow), "the state", "the cotangents"])
 def test_a_second_derivative_is_for_xla_alone(by):
   case = dataclasses.replace(CASE, entry="continued" if by == "the state" else "attention")
   x, rest = inputs(case)

@@ -146,7 +146,9 @@ def test_several_places_trace_inside_shard_map(pairs, monkeypatch):
 
 
 @pytest.mark.usefixtures("long")
-@pytest.mark.parametrize(("d", "dv"), [(64, 64), (64, 128), (128, 64)])
+@pytest.mark.parametrize(
+  ("d", "dv"), [(64, 128), *(pytest.param(*widths, marks=pytest.mark.slow) for widths in [(64, 64), (128, 64)])]
+)
 def test_states_trace_inside_shard_map(d, dv):
   gradient, x = in_shard_map(Case(T=512, B=2, H=1, d=d, dv=dv, dtype="bfloat16", entry="attention"), BLOCK)
   program = str(jax.make_jaxpr(gradient)(x))
