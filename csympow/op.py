@@ -257,11 +257,11 @@ def _prepare(
   state: State | None,
   for_kernels: bool = False,
   phase: Array | None = None,
-  totals: TotalsKernel | None = None,
+  kernel: TotalsKernel | None = None,
 ) -> _Prepared:
   """Checked arguments as the forms take them; `phase` is what the rotation goes on from where there is no state.
 
-  With `totals` sums over time are not XLA's.
+  With a `kernel` sums over time are not XLA's.
   """
   (batch, time, query_heads, head_dim), heads = q.shape, k.shape[2]
   if rates is not None and beta is None:
@@ -284,7 +284,8 @@ def _prepare(
     if valid is not None:
       beta = jnp.where(valid[..., None], beta, 0.0)
     rates = rates.astype(jnp.float32)
-    how: dict[str, Any] = {"starts": starts, "known": rotation.totals(beta, starts, totals), "kernel": totals}
+    known = rotation.totals(beta, starts, kernel) if for_kernels else None  # once, for all that wants them
+    how: dict[str, Any] = {"starts": starts, "known": known, "kernel": kernel}
     turns, last = rotation.phases(beta, rates, initial=initial, **how)
     if for_kernels:
       turns, _ = rotation.phases(lax.stop_gradient(beta), rates, initial=initial, **how)
@@ -391,8 +392,8 @@ def _attend(
 def _preparation_for_kernels(settings: Settings) -> Callable[..., _Prepared]:
   """`_prepare`, computed again in the backward pass: what it would save is large, unlike all that the kernels save."""
   # On a chip only: what is interpreted has effects, and jax.checkpoint refuses to differentiate those.
-  totals = near.totals_kernel(settings) if settings.interpret is None else None
-  return jax.checkpoint(functools.partial(_prepare, for_kernels=True, totals=totals), prevent_cse=False)
+  kernel = near.totals_kernel(settings) if settings.interpret is None else None
+  return jax.checkpoint(functools.partial(_prepare, for_kernels=True, kernel=kernel), prevent_cse=False)
 
 
 def _padded(x: _Prepared, size: int) -> near.Tokens:

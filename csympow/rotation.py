@@ -87,10 +87,11 @@ def phases(
   """The phase at every token, in turns, given the exact float32 values of beta and the rates; and that to carry over.
 
   A run that begins at a token in `starts` begins at phase 0; the first run continues from `initial`. The second result
-  is the last token's phase as a state holds it, in [0, 1). `known` are the betas' `totals`, if somebody has them.
+  is the last token's phase as a state holds it, in [0, 1). Beside a `kernel`, which sums over time backwards, the
+  betas' totals have to be `known`: it has no derivative.
   """
-  known = totals(beta, starts, kernel) if known is None else known
   beta, restarts = _by_runs(beta, starts)
+  known = prefix_sum(beta, restarts) if known is None else known  # which is no constant to a second derivative
   turned = _turns(beta, rates, restarts, known, kernel)
   start = jnp.zeros_like(turned.hi[:, :1]) if initial is None else initial[:, None]
   if restarts is not None:
@@ -108,7 +109,7 @@ class Phases(NamedTuple):
   cycles: Total  # turns per unit of beta, r
   start: Float[Array, "B H r"] | None
   run: Float[Array, "B T H"] | None  # how often a run has begun; None: never
-  beta: Float[Array, "B T H"] | None = None  # for who would rather sum them up; None: runs begin
+  beta: Float[Array, "B T H"] | None  # of which total_i is the sum from the first token on; None: it is not
 
 
 def factors(
@@ -128,7 +129,7 @@ def factors(
   if starts is None:
     return Phases(total, _cycles(rates), initial, None, jnp.broadcast_to(beta, shape))
   run = jnp.broadcast_to(jnp.cumsum(starts[..., None], axis=1, dtype=jnp.float32), shape)
-  return Phases(total, _cycles(rates), initial, run)
+  return Phases(total, _cycles(rates), initial, run, None)
 
 
 _GRID = 2.0**24  # a float32 in [0, 1) holds every multiple of 1 / _GRID

@@ -1,5 +1,8 @@
 """The kernels before and after all others on Hopper, interpreted, against float64: copies, and gradients going back."""
 
+import functools
+
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +14,9 @@ from csympow.forms import near, near_backward, rotating, scales
 from csympow.forms.spans import Settings
 from kernels_pallas.gpu import arrays, attention_backward
 from kernels_pallas.gpu.copies import Copy, copies
+from kernels_pallas.gpu.gates import gates
 from kernels_pallas.gpu.gradients import gradients
-from kernels_pallas.gpu.tiles import ROWS
+from kernels_pallas.gpu.tiles import ROWS, TILE
 from tests import comparing
 
 T, H, G, D = 2 * ROWS, 1, 2, 64
@@ -40,6 +44,23 @@ def make(seed, start, time=T):
     total[:, late] -= total[:, time // 2 + 4]
     first = np.where(late[:, None, None], 0.0, 2 * np.pi * np.asarray(initial, np.float64)[:, None])
   return x, angles, np.repeat(first + total[..., None] * np.asarray(rates, np.float64), G, axis=2)
+
+
+def test_angles_are_the_same_of_betas_that_were_summed_up_beside_gates():
+  random = np.random.default_rng(2)
+  beta = jnp.asarray(random.uniform(0.0, 2.0, size=(2, 2 * TILE, 3)), jnp.float32).at[0, 5].add(1e4)
+  rates, initial = csympow.rotary_rates(8, 2**20), jnp.asarray(random.uniform(size=(2, 3, 4)), jnp.float32)
+  rotation_ = rotating.Rotation(None, None, rates, rotation.factors(beta, rates, beta.shape, initial=initial))
+  by_head = jnp.swapaxes(rotation_.phases.beta, 1, 2)
+  run = jax.jit(functools.partial(gates, interpret=INTERPRETED))
+  both = rotating.angles(rotation_), rotating.angles(rotation_, run(-by_head, beta=by_head).turning)
+
+  def turns(angles):
+    since, cycles = (np.sum(np.asarray(x, np.float64), axis=0) for x in (angles.since, angles.cycles))
+    return np.repeat(np.asarray(angles.first, np.float64), ROWS, axis=2) + since[..., None] * cycles
+
+  difference = turns(both[0]) - turns(both[1])
+  assert np.max(np.abs(difference - np.round(difference))) < 3e-7
 
 
 def turn(x, radians):

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 import csympow
-from csympow.forms import fused_chunked, near, near_backward
+from csympow import op
+from csympow.forms import fused_chunked, near, near_backward, scales
+from csympow.forms.spans import Settings
 from kernels_pallas.gpu import attention_forward, turns
+from kernels_pallas.gpu.tiles import BLOCK, TILE
 from tests import comparing
 from tests.comparing import Case, assert_results_close, cotangents, inputs
 from tests.test_kernels import FORWARD_ONLY, TOLERANCE, attend, inputs_about, reference, reference_of
@@ -184,6 +187,19 @@ def test_values_with_much_in_common_and_heads_read_without_states_are_right(
   results = comparing.with_gradients(run, x, cotangents(case))
   assert_results_close(jax.tree.map(np.asarray, results), reference_of(case, x, rest), 5e-3)
   assert np.all(np.abs(np.float32(about[0]) - 2) < 0.5)
+
+
+@pytest.mark.usefixtures("no_races")
+def test_queries_that_were_rotated_are_left_rounded_for_gradients():
+  x, rest = inputs(Case(T=BLOCK, B=1, H=1, d=32, dv=32, entry="attention", dtype="bfloat16"))
+  interpret = plgpu.InterpretGPUParams(detect_races=True)
+  given = (x[name] for name in ("q", "k", "v", "log_gate", "beta"))
+  tokens = op._padded(op._prepare(*given, rest["rates"], None, None, None, for_kernels=True), BLOCK)
+  settings = Settings(2, BLOCK, TILE, TILE, "high", interpret=interpret)
+  operands, _ = near.operands(tokens, settings, with_state=False, save=True)
+  _, saved = near.forward(operands, power=2, dtype=jnp.bfloat16, save_low=True, interpret=interpret)
+  assert saved.q.dtype == jnp.float16
+  np.testing.assert_array_equal(saved.rounded_q, scales.rounded(saved.q, scales.BFLOAT16).astype(jnp.bfloat16))
 
 
 def recorded(monkeypatch, module, name):

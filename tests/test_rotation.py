@@ -1,5 +1,7 @@
 """Rotation: rates, betas, and the phase that the state carries in turns."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,3 +151,25 @@ def test_decoding_65536_tokens_keeps_the_phase(kind):
 
   turns = exact.sum(1)[..., None] * (np.asarray(theta, np.float64) / (2 * np.pi))
   assert 2 * np.pi * turns_apart(decode(beta, theta), turns) < 1e-3
+
+
+@pytest.mark.parametrize("order", [("rates", "beta"), pytest.param(("beta", "rates"), marks=pytest.mark.slow)])
+def test_a_second_derivative_by_rates_and_betas_does_not_depend_on_their_order(order):
+  """And is what first ones say of rates a little apart."""
+  x, rest = comparing.inputs(comparing.Case(T=5, B=1, H=1, d=4, dv=3, entry="attention"))
+  random = np.random.default_rng(0)
+  along = {n: jnp.asarray(random.normal(size=a.shape), jnp.float32) for n, a in (x | rest).items() if n in order}
+
+  def loss(changed):
+    y = csympow.attention(**(x | {"rates": rest["rates"]} | changed), implementation="xla", form="attention")
+    return jnp.sum(y * jnp.arange(y.size).reshape(y.shape))
+
+  given = {"beta": x["beta"], "rates": rest["rates"]}
+
+  def slope(name, changed):
+    return jnp.sum(jax.grad(loss)(changed)[name] * along[name])
+
+  inner, outer = order
+  found = jax.grad(functools.partial(slope, inner))(given)[outer]
+  apart = [slope(inner, given | {outer: given[outer] + step * along[outer]}) for step in (-1e-2, 1e-2)]
+  np.testing.assert_allclose(jnp.sum(found * along[outer]), (apart[1] - apart[0]) / 2e-2, rtol=2e-2)

@@ -110,7 +110,7 @@ def backward(
       dturns = rotating.torque(q, dq) + rotating.torque(k[..., None, :], dk[..., None, :])
       along = rotation.rates[: head_dim // 2] / (2 * jnp.pi)
       of_rotation = dturns, jnp.sum(dturns * along, axis=-1)
-      turns = rotating.turns_of(Phases(total, rotation.phases.cycles, start, run))[..., : head_dim // 2]
+      turns = rotating.turns_of(Phases(total, rotation.phases.cycles, start, run, None))[..., : head_dim // 2]
       dq, dk = rotate(dq, -turns[..., None, :]), rotate(dk, -turns)
     dq, dk = dq * scales.power_of_two(-row.q_exponent), dk * scales.power_of_two(-row.top)
     return _Parts((dq, dk, dv, dlog_gate, of_rotation), dinitial)

@@ -129,7 +129,7 @@ def _backward_by_states(
   group = x.q_exponent.shape[-1]
   by_query_head = None if x.has_state is None else jnp.repeat(x.has_state, group, axis=1)
   queries = _Queries(*copies(x.q, _of_queries(inverse), some=by_query_head, interpret=interpret))
-  inside = near_backward.backward(x, given, settings.power, interpret, queries.q)
+  inside = near_backward.backward(x._replace(rounded_q=queries.q), given, settings.power, interpret)
   if dfinal is not None:
     pieces = Pieces.of(x.q.shape[-1], x.v.shape[-1])
     summed = pieces.cut(symmetric(pieces.joined(dfinal.S)))

@@ -74,7 +74,7 @@ class Operands(NamedTuple):
   exponent: Int[Array, "B T H"]  # keys were divided by 2 to this: 0 as they were given
   top: Int[Array, "B H"]  # that of the longest key: weights are divided by 2 to p times this
   has_state: Int[Array, "B H"] | None = None  # 1 or 0: see visible.Visible
-  rounded_q: BFloat16[Array, "B T Hq d"] | None = None  # where the forward kernel has left them
+  rounded_q: BFloat16[Array, "B T Hq d"] | None = None  # as products with dS take them, where a kernel has left them
   angles: Angles | None = None  # by which the forward kernel rotates queries, and their gradients are rotated back
 
   @property

@@ -25,7 +25,6 @@ def backward(
   given: backwards.Cotangents,
   power: int,
   interpret: Any,
-  rounded_q: BFloat16[Array, "B T Hq d"] | None = None,
   way_back: attention_backward.WayBack | None = None,
   dtype: DTypeLike = jnp.bfloat16,
 ) -> attention_backward.Gradients:
@@ -36,7 +35,7 @@ def backward(
   """
   group = x.q_exponent.shape[-1]
   gate = jnp.repeat(x.keys.gate, group, axis=1)
-  rounded_q = x.rounded_q if rounded_q is None else rounded_q
+  rounded_q = x.rounded_q
   if rounded_q is None and x.keys.top is None:
     rounded_q = scales.rounded(x.q, scales.BFLOAT16).astype(jnp.bfloat16)
   rows = attention_backward.Rows(

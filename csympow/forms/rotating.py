@@ -10,7 +10,7 @@ from csympow.forms.spans import by_head, for_each, in_spans
 from csympow.prefix import Total, add
 from csympow.rotation import Phases, halves, product_modulo_one, rotate
 from kernels_pallas.gpu.angles import Angles
-from kernels_pallas.gpu.gates import Totals
+from kernels_pallas.gpu.gates import Turning
 from kernels_pallas.gpu.tiles import ROWS
 
 
@@ -61,7 +61,7 @@ def by_spans(rotation: Rotation | None, count: int) -> Rotation | None:
     return for_each(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree)
 
   turns, total, rates, phases = rotation
-  spans = Phases(cut(phases.total), same(phases.cycles), same(phases.start), cut(phases.run))
+  spans = Phases(cut(phases.total), same(phases.cycles), same(phases.start), cut(phases.run), None)
   return Rotation(cut(turns), cut(total), same(rates), spans)
 
 
@@ -91,12 +91,12 @@ def turns_of(phases: Phases) -> Float[Array, "B T H r"]:
   return turns + counts * start[:, None]
 
 
-def angles(rotation: Rotation | None, totals: Totals | None = None) -> Angles | None:
-  """What kernels rotate by; the `totals` of betas may be known already, where no run begins."""
+def angles(rotation: Rotation | None, turning: Turning | None = None) -> Angles | None:
+  """What kernels rotate by; the betas may have been summed up already, where no run begins."""
   if rotation is None:
     return None
-  if totals is not None:
-    return _angles(rotation, Total(*totals.first), totals.since)
+  if turning is not None:
+    return _angles(rotation, Total(*turning.first), turning.since)
   total, _, _, run, _ = rotation.phases
   total, first = _with_first(total)
   before, same, counts = for_each(by_head, first), None, None

@@ -196,11 +196,11 @@ def forward(
       if outputs.scaled is not None:  # now, for which that would have waited, too
         plgpu.copy_smem_to_gmem(queries, outputs.scaled.at[b, rows, head])
         outputs.exponent[b, head, rows] = exponent
-      if outputs.rounded is not None:  # by way of where the rest of y will be
-        copy = low_smem.at[thread]
-        copy[...] = plgpu.load(queries, layout=WGMMA, optimized=False).astype(f32).astype(copy.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(copy, outputs.rounded.at[b, rows, head])
+        if outputs.rounded is not None:  # by way of where the rest of y will be
+          copy = low_smem.at[thread]
+          copy[...] = plgpu.load(queries, layout=WGMMA, optimized=False).astype(f32).astype(copy.dtype)
+          plgpu.commit_smem()
+          plgpu.copy_smem_to_gmem(copy, outputs.rounded.at[b, rows, head])
 
       def free(freed, j):
         plgpu.barrier_arrive(freed.at[slot_of(j)])
@@ -365,7 +365,7 @@ def forward(
       inverse = jnp.where(found, 1.0 / jnp.where(found, normaliser, 1.0), 0.0)
       y = total * down(inverse, total.shape)
       high = rounded(y, dtype)
-      if outputs.scaled is not None:  # queries may still be on their way from where y goes
+      if outputs.scaled is not None:  # queries may still be on their way from where y goes, and the rest of it
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       here = y_smem.at[mine if in_place else thread]
       here[...] = high

@@ -26,8 +26,8 @@ from kernels_pallas.weights import LOG2E
 LONGEST = ROWS * TILE  # tokens
 
 
-class Totals(NamedTuple):
-  """Of betas: as `angles.Angles` need them."""
+class Turning(NamedTuple):
+  """The totals of betas, as `angles.Angles` need them."""
 
   first: Float[Array, "2 B H n"]  # at the first of each ROWS tokens, high and low
   since: Float[Array, "2 B H T"]  # from there on: the first 12 bits, and the rest
@@ -41,7 +41,7 @@ class Gates(NamedTuple):
   decay: Float[Array, "B H n"]  # the discount across each tile
   totals: Float[Array, "4 B H n"]  # before each tile and at its end, high and low each
   largest: Float[Array, "B H T"] | None  # the largest coordinate of each vector, without its sign
-  turning: Totals | None
+  turning: Turning | None
 
 
 def gates(
@@ -52,10 +52,11 @@ def gates(
   beta: Float[Array, "B H T"] | None = None,
   interpret: Any = None,
 ) -> Gates:
-  """Of a sequence of whole tiles and, if vectors are to be read, whole ROWS of them; and of betas, if there are."""
+  """Of a sequence of whole tiles and, if vectors are to be read, whole ROWS of them; or, beside them, of betas."""
   batch, heads, time = log_gate.shape
   assert time % TILE == 0
   assert time <= LONGEST
+  assert vectors is None or beta is None
   in_sequence = 1 << (time // TILE - 1).bit_length()
   given = log_gate[None] if beta is None else jnp.stack([log_gate, beta])
   whole = jnp.pad(given, ((0, 0), (0, 0), (0, 0), (0, in_sequence * TILE - time)))
@@ -136,6 +137,6 @@ def gates(
   turning = None
   if beta is not None:
     first = jnp.moveaxis(by_tile(rest[0]), 1, -1).reshape(2, batch, heads, -1)
-    turning = Totals(first[..., : time // ROWS], by_token(rest[1]))
-  largest = None if vectors is None else rest[-1]
+    turning = Turning(first[..., : time // ROWS], by_token(rest[1]))
+  largest = None if vectors is None else rest[0]
   return Gates(by_token(since_start), by_token(until_end), by_tile(decay), by_tile(totals), largest, turning)

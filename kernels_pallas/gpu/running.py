@@ -127,8 +127,8 @@ def totals_in_tiles(x: Float[Array, "rows tile"], ones_smem: Any, filled: Any, s
     for sum_of_part, part in zip(sums, parts, strict=True):
       for _ in range(_PIECES):
         high = rounded(part, jnp.bfloat16)
-        multiply(sum_of_part, high, ones_smem, staging)
         part = part - high.astype(jnp.float32)
+        multiply(sum_of_part, high, ones_smem, staging)
         plgpu.wgmma_wait(0)  # there are no registers for all pieces
     return tuple(sum_of_part[...] for sum_of_part in sums)
 
